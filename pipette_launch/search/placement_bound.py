@@ -147,7 +147,7 @@ class BoundArguments:
 
     @cached_property
     def _hops(self) -> tuple[Floats, Floats, Floats]:
-        """Seconds of a hop (a send between stages) between two places, and of the best hop from and to each place."""
+        """Seconds of a message between two places, and of the fastest message from each place and to each place."""
         send_s_HH = self.places.link_s_HH("send", 2, self._model.work.hop_bytes)
         return (send_s_HH, *ring_bounds.best_ways(send_s_HH))
 
@@ -171,10 +171,10 @@ class BoundArguments:
 
     @cached_property
     def _mean(self) -> Prices:
-        """Trial step in which each hop (send between stages) takes the mean seconds of all replicas.
+        """Trial step in which each message between stages takes the mean seconds of all replicas.
 
         The step time is convex in these seconds, so the slowest replica is at least as slow as this trial. If a place
-        holds one block, replicas send a hop from different places, at best from the places with the best links.
+        holds one block, replicas send this message from different places, at best from the places with the best links.
         """
         trial = copies(self._one, 1)
         if self._all_hops_cross:
@@ -333,7 +333,7 @@ class BoundArguments:
                     np.maximum(target_PK, seconds, out=target_PK)
 
     def _with_hops(self, trial: Prices, hops: Sequence[tuple[int, ...]], seconds: float) -> Prices:
-        """Return one trial for each set of hops; the hops of the set take at least `seconds`."""
+        """Return one trial for each set of messages; the messages of the set take at least `seconds`."""
         trials = [copies(trial, 1) for _ in hops]
         for one, chosen in zip(trials, hops, strict=True):
             _raise(one, hops=chosen, seconds=seconds)

@@ -117,8 +117,8 @@ def cheapest_between(cost_HH: Floats, part_H: Ints) -> float:
 def pipeline_splits(stages: int, longest: int, *, most: int) -> list[tuple[int, ...]]:
     """Return sets of sends, if a part of the hosts holds at most `longest` consecutive stages of a pipeline.
 
-    Hop h is the send from stage h to stage h + 1. For each pipeline, all hops of at least one set lead from one part to
-    a different part. If there are more than `most` minimal sets, smaller subsets replace these sets.
+    Message h leads from stage h to stage h + 1. For each pipeline, all messages of at least one set lead from one part
+    to a different part. If there are more than `most` minimal sets, smaller subsets replace these sets.
     """
     smallest = list(itertools.islice(_minimal_splits(stages, longest), most + 1))
     if len(smallest) <= most:
@@ -146,7 +146,7 @@ def returning_splits(stages: int, longest: int, *, most: int) -> list[tuple[int,
 
 
 def _minimal_splits(stages: int, longest: int, done: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """Yield minimal sets of hops: without any one hop, more than `longest` consecutive stages share a part."""
+    """Yield minimal sets of messages: without one of these, more than `longest` consecutive stages share a part."""
     first = done[-1] + 1 if done else 0
     if stages - first <= longest:
         bounds = [-1, *done, stages - 1]

@@ -8,7 +8,7 @@ is a lower bound of the pipeline's time, linear in the durations, and is called 
 
 # W = ranks, H = hosts, P = pipeline ranks, S = stages (model chunks), D = replicas, G = groups.
 # L = directed links between hosts, R = pipelines with different hosts. K = members of a group, or tangents.
-# B = 3 * S durations: forwards, backwards, first forwards. J = 2 * S - 1 hops, as in `StageTimes.hops_s`.
+# B = 3 * S durations: forwards, backwards, first forwards. J = 2 * S - 1 messages, as in `StageTimes.hops_s`.
 # C = tangents to choose from, N = points, I = collectives over one kind of group.
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CLOSE = 1e-3
 SLOW_PIPELINES = 16
 """Number of slowest pipelines whose critical paths (tangents) the model contains."""
 MIXED_PIPELINES = 16
-"""Number of imagined pipelines with hops of different pipelines, whose critical paths the model contains."""
+"""Number of imagined pipelines with messages of several pipelines. The model contains their critical paths."""
 MIXING_STRIDE = 7
 MOST_TANGENTS = 8
 MOST_FLOWS = 10_000
@@ -144,7 +144,7 @@ class View:
 class Tangents:
     """Paths through a schedule. The time of a pipeline is the longest path, so each path is a lower bound.
 
-    The length of a path is the sum of counts * seconds over passes and hops.
+    The length of a path is the sum of counts * seconds over passes and messages.
     """
 
     duration_BK: Floats
@@ -165,12 +165,12 @@ class Spread(NamedTuple):
 def tangents_of(
     work: LayoutWork, durations_BD: Floats, hops_JD: Floats, spread: Spread, *, most: int, known: Tangents | None = None
 ) -> Tangents:
-    """Return critical paths (tangents) of the current pipelines, and of pipelines with slower stages or longer hops.
+    """Return critical paths (tangents) of the current pipelines, and of pipelines with slower stages or messages.
 
     Args:
         work: work of the layout.
         durations_BD: seconds of the passes of every pipeline.
-        hops_JD: seconds of the hops of every pipeline.
+        hops_JD: seconds of the messages between stages of every pipeline.
         spread: range of the times.
         most: maximum number of tangents; the first one always belongs to the slowest pipeline.
         known: tangents from other placements, which are candidates too.
@@ -201,7 +201,7 @@ def _points(work: LayoutWork, durations_BD: Floats, hops_JD: Floats, spread: Spr
     rank_J = np.concatenate([work.rank_S[:-1], work.rank_S[:-1], [-1]])
     points = [(durations_BD[:, index], hops_JD[:, index]) for index in slowest[:SLOW_PIPELINES]]
     if pp > 1 and replicas > 1:
-        # Hop j of mixed pipeline m is the hop of pipeline m + 7 j, so that hops of different pipelines are combined.
+        # Message j of mixed pipeline m takes the time of pipeline m + 7 j, to combine times of several pipelines.
         taken_JM = (np.arange(len(rank_J))[:, None] * MIXING_STRIDE + np.arange(MIXED_PIPELINES)) % replicas
         points += [(durations_B, mixed_J) for mixed_J in np.take_along_axis(hops_JD, taken_JM, axis=1).T]
     levels = (spread.typical_hop_s, spread.slowest_hop_s) if pp > 1 else ()
@@ -481,7 +481,7 @@ def _add_pipelines(
     fixed_K = (durations_BD[:, worst] - compute_B * np.tile(slowness_S, 3)) @ tangents.duration_BK
     pp, num_hops, fabric = work.layout.pp, len(work.rank_S) - 1, view.model.fabric
     compute_PK = _by_rank(pp, np.tile(work.rank_S, 3), compute_B[:, None] * tangents.duration_BK)
-    # Counts on the hop from each pipeline rank to the next (cyclic), and back.
+    # Counts on the message from each pipeline rank to the next rank (cyclic), and back.
     forward_PK = _by_rank(pp, work.rank_S[:-1], tangents.hop_JK[:num_hops])
     backward_PK = _by_rank(pp, work.rank_S[:-1], tangents.hop_JK[num_hops : 2 * num_hops])
     stays_PR = (path_PR == next_PR).astype(np.float64)

@@ -2,9 +2,9 @@
 
 # S = stages (model chunks), P = pipeline ranks, A = actions of all ranks, R = pipelines that are priced together, M =
 # micro-batches, N = forwards of one rank (micro-batches times chunks), X = entries of a state, T = turns back in time.
-# Durations are blocks of S numbers: forwards,
-# whole backwards, first forwards and, if the backward is split, input gradients and weight gradients. Hops (messages
-# between stages) are S - 1 forward hops, S - 1 backward hops and a 0.
+# Durations are blocks of S numbers: forwards, whole backwards, first forwards and, if the backward is split, input
+# gradients and weight gradients. Hops are messages between stages: S - 1 forwards, S - 1 backwards, and a 0.
+# Kinds of actions: F = forward, B = whole backward, I = input gradient, W = weight gradient.
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NANOSECOND_S = 1e-9
 NO_ACTION = -1
 _IN_C = compiled("cost.pipeline._longest_path")
 _ENDS_AT_ONCE = 1 << 21
-"""Most actions (16 MB) of the pipelines that are priced together, if these are over `_FEWEST_AT_ONCE` pipelines."""
+"""Largest number of actions (16 MB) of pipelines that are priced together, unless they are `_FEWEST_AT_ONCE` or fewer."""
 _FEWEST_AT_ONCE = 64
 
 
@@ -74,7 +74,7 @@ class StageTimes:
 
     @property
     def hops_s(self) -> list[float]:
-        """Seconds of forward hops, then of backward hops, and a 0 for actions without a hop."""
+        """Seconds of forward messages, then of backward messages, and a 0 for actions without a message."""
         return [*self.forward_hop_s, *self.backward_hop_s, 0.0]
 
     @property
@@ -213,9 +213,9 @@ class Graph(NamedTuple):
     previous_A: Ints
     """Index of the previous action on the same rank; -1 for a rank's first action."""
     cause_A: Ints
-    """Index of the action whose result each action needs (its cause); -1 without a cause. The cause of F(s) is F(s -
-    1). The cause of B(s) or I(s) is B or I of stage s + 1, but on the last stage F of the same micro-batch. A W has no
-    cause, because its rank always runs the I of the same micro-batch earlier."""
+    """Index of the action whose result each action needs; -1 for no such action. A forward needs the forward of the
+    previous stage. A backward or input gradient needs the gradient of the next stage, or the forward if its stage is
+    the last. A weight gradient has -1, because its rank always runs the input gradient earlier."""
     level_A: Ints
     """Length of the longest chain of actions that must run before each action."""
 
@@ -266,10 +266,11 @@ def _levels(cause_A: Ints, bounds_P: Ints, columns: Columns, name: str) -> Ints:
 class Engine:
     """A schedule whose actions are sorted so that every cause comes before its effect, to price many pipelines.
 
-    start = max(end of the rank's previous action, end of the cause + its hop). If the receiver must request a message
-    (`Order.blocked_A`), the hop begins after both ends. Sends do not occupy a rank, except at blocking ends: a rank
-    that receives nothing waits there for the end of its own send. The order of the actions depends on the schedule
-    only, so the engine sorts them once. Each pricing is one pass over the actions: O(pp * vpp * n).
+    An action starts when the previous action of its rank has ended and the message with its input has arrived. The
+    message starts when the action that sends it ends. If the receiver must request the message (`Order.blocked_A`), the
+    message starts after both ends. Sends do not occupy a rank, except at blocking ends: a rank that receives nothing
+    there waits for the end of its own send. The order of the actions depends on the schedule only, so the engine sorts
+    them once. Each pricing is one pass over the actions: O(pp * vpp * n).
 
     Raises FactError if the schedule deadlocks.
     """
@@ -287,7 +288,7 @@ class Engine:
 
     @property
     def meets_receivers(self) -> bool:
-        """True if some messages start only at their receiver's request; False for schedules that are not Megatron's."""
+        """True if some messages start only when their receiver requests them, as in some of Megatron's schedules."""
         return isinstance(self._order, Order) and (self._order.rendezvous or self._order.blocking_ends)
 
     @property
@@ -302,7 +303,7 @@ class Engine:
 
     @cached_property
     def place_A(self) -> Ints:
-        """Index in the engine's own order of each action of `dependencies`.
+        """Index in the engine's own order of each action of `graph`.
 
         The last entry is an extra index for action -1, which means "no action" and ends at 0.
         """
@@ -315,8 +316,8 @@ class Engine:
     def table_A(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         """(previous, cause, hop, wait, duration) of each action in the engine's own order, as indices.
 
-        The hop is the message from the cause to the action. The wait comes between the rank's previous action and this
-        action.
+        The hop is the message from the cause to the action. The wait is the message for which the rank stays idle
+        between its previous action and this action.
         """
         previous_A, cause_A, _ = self.graph
         hop_A, order_A = self._hop_A(), self._order_A
@@ -414,7 +415,7 @@ class Engine:
         ]
 
     def _duration_A(self) -> Ints:
-        """Return the place of each action's time in `StageTimes.durations_s`."""
+        """Return the index of each action's seconds in `StageTimes.durations_s`."""
         _, stage_A, kind_A, microbatch_A = self.columns
         # Block of durations for each kind of `KINDS` (F, B, I, W); the first forward has its own block.
         block_A = np.array([0, 1, 3, 4])[kind_A]
@@ -422,7 +423,7 @@ class Engine:
         return block_A * self._order.num_stages + stage_A
 
     def _hop_A(self) -> Ints:
-        """Return the place of the time of each action's incoming hop in `StageTimes.hops_s`."""
+        """Return the index in `StageTimes.hops_s` of the message that brings the input of each action."""
         _, stage_A, kind_A, _ = self.columns
         stages = self._order.num_stages
         rank_S = np.array(self._order.rank_S)
@@ -434,7 +435,7 @@ class Engine:
         return np.where(kind_A == WEIGHT, none, hop_A)
 
     def _wait_A(self, hop_A: Ints) -> Ints:
-        """Return the place of the time that each action's rank waits for a message after its previous action.
+        """Return the index in `StageTimes.hops_s` of the message for which a rank stays idle before each action.
 
         The rank waits for the message that the action needs. With blocking ends, an action that needs no message waits
         for the message that its rank sent before.
@@ -445,7 +446,7 @@ class Engine:
         if not self._order.rendezvous:
             previous_A = self.graph.previous_A
             rank_A, stage_A, kind_A, _ = self.columns
-            # Stage that needs each action's result: the action's own stage for the results of a step's ends.
+            # Stage that needs each action's result. No other stage needs the last forward or the last backward.
             step_A = np.where(kind_A == FORWARD, 1, -1)
             target_A = np.clip(stage_A + step_A, 0, self._order.num_stages - 1)
             stays_A = np.array(self._order.rank_S)[target_A] == rank_A
@@ -461,11 +462,11 @@ def simulate(schedule: Schedule, times: StageTimes) -> Timeline:
 
 
 def critical_counts(engine: Engine, durations_R: Floats, hops_R: Floats) -> tuple[Floats, Floats]:
-    """Count how often each duration and each hop is on the longest path of each pipeline; arguments as in `drain_s_SR`.
+    """Count how often each pass and each message is on the longest path of each pipeline; arguments as in `drain_s_SR`.
 
-    The makespan is the maximum, over all paths, of a sum of durations and hops. So the makespan is convex in these
-    times and the counts are a subgradient: for any other times the makespan is at least counts * times. The last hop,
-    which stands for no hop, counts 0.
+    The makespan is the maximum, over all paths, of a sum of durations and messages. So the makespan is convex in these
+    times and the counts are a subgradient: for any other times the makespan is at least counts * times. The last row,
+    which stands for no message, counts 0.
     """
     previous_A, cause_A, hop_A, wait_A, duration_A = engine.table_A
     ends = engine.ends_AR(durations_R, hops_R)

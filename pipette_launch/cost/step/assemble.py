@@ -42,7 +42,7 @@ class StepEnd:
     drain_s_VPN: Floats
     """Time at which the last backward of each chunk ends."""
     backward_s_VPN: Floats
-    """Seconds of the last backward of each chunk on the fastest replica. Gradient buckets can be sent during it."""
+    """Seconds of the last backward of each chunk on the fastest replica, during which gradient buckets can be sent."""
     num_buckets_VPN: NDArray[np.int64]
     reduce_s_VPN: Floats
     gather_s_VPN: Floats
@@ -126,7 +126,7 @@ class StepEnd:
 
 
 def _chosen(flag: bool | Ints, if_set: Callable[[], Floats], otherwise: Callable[[], Floats]) -> Floats:
-    """Compute one of two arrays for a layout; for columns of layouts, compute both and choose for each column."""
+    """Compute one of two arrays for a layout; for many layouts, compute both arrays and choose one for each layout."""
     if isinstance(flag, np.ndarray):
         return np.where(flag > 0, if_set(), otherwise())
     return if_set() if flag else otherwise()
@@ -149,7 +149,7 @@ def gather_waits_s(gather_s: Floats, forward_s: Floats, num_buckets: int | Ints)
 
 @dataclass(frozen=True, kw_only=True)
 class Forwards:
-    """Forward and hop times of R pipelines, without waits."""
+    """Seconds of the forwards of R pipelines, and of the messages between their stages, without waits."""
 
     forward_s_SR: Floats
     hop_s_SR: Floats
@@ -157,7 +157,7 @@ class Forwards:
     """True if a send waits for its receiver in the warm-up (`Order.rendezvous`)."""
 
     def arrival_s(self, stage: int, sent_s_R: Floats, free_s_R: Floats) -> Floats:
-        """Return the start of a stage if the input is sent at `sent_s_R` and the rank is free at `free_s_R`."""
+        """Return the start of a stage whose input is sent at `sent_s_R` and whose rank is free at `free_s_R`."""
         hop_s_R = self.hop_s_SR[stage - 1]
         if self.rendezvous:
             return np.asarray(np.maximum(sent_s_R, free_s_R) + hop_s_R)
@@ -200,8 +200,8 @@ def _first_chunk_waits_s(gather_s_PR: Floats, forwards: Forwards) -> Floats:
 def _all_chunk_waits_s(gather_s_SR: Floats, forwards: Forwards, *, pp: int, group: int) -> Floats:
     """Simulate the forwards of each rank up to the first forward of its last chunk, before any backward.
 
-    In turn t, rank r runs forward number t - r of this rank. The input comes from turn t - 1, or from an earlier turn
-    of the last rank.
+    In turn t, rank r runs its forward number t - r. The input comes from turn t - 1 of the previous rank, or from an
+    earlier turn of the last rank.
     """
     stages, pipelines = gather_s_SR.shape
     chunks = stages // pp
@@ -267,7 +267,7 @@ def step_end(work: LayoutWork, prices: Prices, drain_SK: Floats, durations_R: Fl
 
 
 def pipelines(work: LayoutWork, prices: Prices) -> tuple[Floats, Floats]:
-    """Return the durations and hops of the pipeline of every replica, in the order of `StageTimes`."""
+    """Return the seconds of passes and messages of every replica's pipeline, in the order of `StageTimes`."""
     rank_S = work.rank_S
     slowness_SD = prices.slowness_PD[rank_S]
     exchanged = np.zeros((2, *slowness_SD.shape))
@@ -291,7 +291,7 @@ def pipelines(work: LayoutWork, prices: Prices) -> tuple[Floats, Floats]:
 
 
 def _hops_s(rank_S: Ints, prices: Prices) -> tuple[Floats, Floats]:
-    """Return the seconds of the hop from each stage to the next, and back; 0 between stages of one rank."""
+    """Return the seconds of a message from each stage to the next stage, and back; 0 between stages of one rank."""
     here, there = rank_S[:-1], rank_S[1:]
     # In the second half of a V, outputs go the way of gradients. With two ranks, they use the link from last to first.
     goes_back = ((there == here - 1) & (len(prices.slowness_PD) > 2))[:, None]
@@ -346,7 +346,7 @@ def undominated(times_D: Floats) -> Ints:
 
 
 def stage_times(work: LayoutWork, prices: Prices) -> StageTimes:
-    """Return the passes and hops of the slowest replica, from which schedules are built."""
+    """Return the seconds of passes and messages of the slowest replica. Schedules are built from these times."""
     durations_D, hops_D = pipelines(work, prices)
     stages = len(work.rank_S)
     slowest = int(durations_D[: 2 * stages].sum(axis=0).argmax())
@@ -373,7 +373,7 @@ def step_parts(work: LayoutWork, prices: Prices) -> StepTime:
     stages = work.rank_S == rank
     replica = int(drain_SD[stages].max(axis=0).argmax())
     drained_s = float(drain_SD[stages, replica].max())
-    # Simulate the same pipeline without hops, then without hops and without waits for gathers.
+    # Simulate the same pipeline without messages, then without messages and without waits for gathers.
     first = 2 * len(work.rank_S)
     passes_B = durations_D[:, replica]
     ungathered_B = np.concatenate([passes_B[:first], passes_B[: len(work.rank_S)], passes_B[3 * len(work.rank_S) :]])

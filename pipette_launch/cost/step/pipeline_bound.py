@@ -24,7 +24,7 @@ from pipette_launch.facts.layout import Floats, Ints
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelines:
-    """U pipelines with the same pp and vpp; all hops of a pipeline take equally long."""
+    """U pipelines with the same pp and vpp; all messages between stages of a pipeline take equally long."""
 
     forward_s_UVP: Floats
     backward_s_UVP: Floats
@@ -41,7 +41,7 @@ class Drains(NamedTuple):
     any_UP: Floats
     """End of the last backward of the rank's first chunk, which is the last pass of the rank."""
     first_UP: Floats
-    """Like `any_UP`, by paths that contain the first forward of every stage. Waits of these forwards can be added."""
+    """The same end, bounded only by paths with the first forward of every stage, to which waits can be added."""
     early_UP: Floats
     """End of the last backward of the rank's last chunk, which ends before the other chunks."""
 

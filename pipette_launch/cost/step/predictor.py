@@ -118,7 +118,7 @@ class PlacementCost:
         return tuple(found)
 
     def _lanes_PR(self, group: str, seconds_KG: Floats) -> Floats:
-        """Return the slowest group's seconds on each pipeline rank and replica, as tensor-parallel ranks wait."""
+        """Return the slowest group's seconds on each pipeline rank and replica, whose ranks wait for each other."""
         if group not in self._lanes:
             self._lanes[group] = self.groups.met_PDL(getattr(self.groups, group))
         lane_PDL = self._lanes[group]
@@ -306,7 +306,7 @@ class Predictor:
         return step_parts(cost.work, cost.prices(ranks))
 
     def stage_times(self, layout: Layout, placement: Sequence[int], schedule: Schedule | None = None) -> StageTimes:
-        """Return the passes and hops of the slowest pipeline of a layout; arguments as in `step_time`."""
+        """Return the seconds of the slowest pipeline's passes and messages; arguments as in `step_time`."""
         cost = self.placement_cost(layout, schedule)
         return stage_times(cost.work, cost.prices([int(rank) for rank in placement]))
 

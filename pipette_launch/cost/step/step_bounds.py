@@ -472,13 +472,13 @@ class _Passes:
             by_paths, slow_by_paths = _with_hops_in_passes(fast), _with_hops_in_passes(slow)
         self.drains = drains(by_paths, slow=slow_by_paths if slow is not fast else None)
         # The first stage's forward on the fastest slot, and its backward on the slowest slot. Gradient reductions start
-        # at most this backward before its end.
+        # at most this time before the end of the backward.
         self.first_forward_s_U = fast.forward_s_UVP[:, 0, 0]
         self.first_backward_s_U = slowest.backward_s_UVP[:, 0, 0]
 
 
 def _with_hops_in_passes(pipelines: Pipelines) -> Pipelines:
-    """Add each hop to the pass that receives it, because a send that waits for its receiver keeps the receiver busy."""
+    """Add the seconds of each message to the pass that receives it, because the receiver stays busy meanwhile."""
     shape = pipelines.forward_s_UVP.shape[1:]
     stages = int(np.prod(shape))
     hop_s_U11 = pipelines.hop_s_U[:, None, None]

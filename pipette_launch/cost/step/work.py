@@ -105,11 +105,11 @@ class Prices:
     slowness_PD: Floats
     """1 / speed of the slowest slot of each pipeline rank of each replica."""
     exchange_s_PD: tuple[Floats, ...]
-    """Seconds of each exchange in `LayoutWork.exchanges`, including the time that compute hides."""
+    """Seconds of each exchange in `LayoutWork.exchanges`, including the seconds that overlap with compute."""
     forward_hop_s_PD: Floats
-    """Seconds of the hop from pipeline rank p to p + 1; the last entry is the hop from the last rank to rank 0."""
+    """Seconds of a message from pipeline rank p to p + 1; the last entry is from the last rank to rank 0."""
     backward_hop_s_PD: Floats
-    """Seconds of the hop from pipeline rank p + 1 to p; the last entry is the hop from rank 0 to the last rank."""
+    """Seconds of a message from pipeline rank p + 1 to p; the last entry is from rank 0 to the last rank."""
     reduce_s_SK: Floats
     gather_s_SK: Floats
     embedding_s_K: Floats

@@ -56,8 +56,8 @@ class NamedSchedule:
     """A schedule with a name, and the function that makes it from counts or from the stages' times."""
 
     peak: Callable[[int, int, int], float]
-    """Function from (pp, vpp, group size) to the most micro-batches that a rank keeps. A micro-batch whose W has not
-    run counts in full."""
+    """Function from (pp, vpp, group size) to the most micro-batches that a rank keeps. A micro-batch counts in full
+    until its weight gradient (W) has run."""
     by_counts: Callable[[int, int, int, int], Schedule] | None = None
     """Function of (pp, vpp, micro-batches, group size)."""
     by_times: Callable[[SchedulingProblem], Schedule] | None = None
@@ -274,7 +274,7 @@ _NO_TIME = 0
 
 
 class StreamEngine(Engine):
-    """Engine for schedules over NCCL: the longest path through the programs that the workers run.
+    """Engine for schedules over NCCL: the longest path through the passes and messages of all workers.
 
     A rank posts a send or a receive after its latest pass. The send or receive starts when this pass and the previous
     message in the same direction have ended. A message travels once its sender and its receiver have started. A device
@@ -345,7 +345,7 @@ class _Rows:
         self, programs: tuple[Program, ...], rank_S: tuple[int, ...], duration_of: dict[Action, int], *, no_hop: int
     ) -> None:
         self.table: list[tuple[int, int, int, int]] = []
-        """For each row: previous row, row whose result is needed, hop from that row, and duration."""
+        """For each row: previous row, row whose result is needed, message from that row, and duration."""
         self.level: list[int] = []
         """Length of the longest chain of rows before each row."""
         self.row_of: dict[Action | Message, int] = {}

@@ -31,7 +31,7 @@ PassOrder = tuple[tuple[Action, ...], ...]
 
 _NEVER = float("inf")
 _SLACK = 1e-9
-"""Tolerance between sums of floats that should be equal, relative to a limit or to one second."""
+"""Tolerance for rounding, relative to a memory limit or to one second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,7 +300,7 @@ def order_of(schedule: Schedule, num_microbatches: int) -> PassOrder:
 
 
 _TRIES = 4
-"""Number of single waits that a round of polishing tries, after it has tried all waits together."""
+"""`polish` first lets a rank wait at all gaps together, and then at each of at most this number of gaps alone."""
 _FINALISTS = 6
 _KEPT = 3
 """Number of drafts that are polished."""

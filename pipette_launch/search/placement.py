@@ -66,7 +66,7 @@ def improve(problem: PlacementProblem, best: Placed, *, turn: int, rng: random.R
     """
     slots = problem.slots
     start = _start(problem, best, turn, rng)
-    if isinstance(problem.objective, PlacementCost) and slots.num_hosts > 1:
+    if problem.has_linear_model and isinstance(problem.objective, PlacementCost) and slots.num_hosts > 1:
         start = rearranged(problem, start, model=problem.objective, rng=rng, is_late=is_late)
     found = faster(best, start)
     if slots.num_slots <= FEW_SLOTS and not found.is_optimal:

@@ -16,18 +16,17 @@ from typing import NamedTuple, TypeVar
 from pipette_launch.cost.memory.overhead import measured_overhead, num_communicators
 from pipette_launch.cost.memory.peak import folded_peaks, kept_by_chunk
 from pipette_launch.cost.pipeline.extra import SCHEDULES, most_kept, named_schedule, peak_live_bytes
-from pipette_launch.cost.step.predictor import PlacementCost
 from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts import Choice, Cluster, Job, Layout, Recompute
 from pipette_launch.facts.job import flag_of
 from pipette_launch.facts.known_schedules import FOLDING_RELEASE, RELEASES, schedule_of
-from pipette_launch.facts.layout import NO_RECOMPUTE, Floats, Ints
+from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.schedule import PassTimes, Placement, Schedule, ScheduleFile
 from pipette_launch.megatron.performance import performance_options
-from pipette_launch.search.candidates import Candidate, Promising, SearchInputs, price
+from pipette_launch.search.candidates import Candidate, Promising, SearchInputs, placement_problem, price
 from pipette_launch.search.choose import choice_of
 from pipette_launch.search.placement import begin, improved_once
-from pipette_launch.search.slots import IsLate, PlacementProblem, faster
+from pipette_launch.search.slots import IsLate, faster
 
 LEANEST = 2 / 9
 """Smallest share of Megatron's activations that any schedule keeps for layouts with several chunks. V-Min keeps a third
@@ -233,26 +232,13 @@ def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], i
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _UnderSchedule:
-    """Prices placements under a schedule that Megatron lacks. The search of whole hosts cannot use these prices."""
-
-    cost: PlacementCost
-
-    def costs(self, placement_KW: Ints) -> Floats:
-        """Return the seconds per step of each placement."""
-        return self.cost.costs(placement_KW)
-
-
 def _better_placed(inputs: SearchInputs, choice: Choice, rng: random.Random, is_late: IsLate) -> Choice:
     """Search for a placement again, because a pipeline in a V sends nothing from the last rank to the first rank."""
     layout, order = choice.layout, choice.order
     assert order is not None
     schedule = order.schedule()
-    objective = _UnderSchedule(cost=inputs.predictor.placement_cost(layout, schedule))
-    problem = PlacementProblem(
-        layout=layout, cluster=inputs.cluster, objective=objective, bound_s=0.0, blocks=inputs.blocks(layout)
-    )
+    objective = inputs.predictor.placement_cost(layout, schedule)
+    problem = replace(placement_problem(inputs, layout, 0.0), objective=objective, has_linear_model=False)
     known = problem.placed(choice.placement, choice.step_time_s)
     placed = faster(known, begin(problem, is_late=is_late)[0])
     if not placed.is_optimal:

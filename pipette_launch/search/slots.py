@@ -126,11 +126,12 @@ class PlacementProblem:
     layout: Layout
     cluster: Cluster
     objective: Objective
-    """Prices placements. The search exchanges whole hosts only if the objective is a `PlacementCost`."""
     bound_s: float
     """Lower bound in seconds over all placements."""
     blocks: tuple[RankBlock, ...] = ()
     """Blocks of ranks that must lie on one host or in one NVLink domain."""
+    has_linear_model: bool = True
+    """True if `step_model` can make a linear model of the objective, which needs Megatron's own schedule."""
 
     @property
     def slots(self) -> Slots:

@@ -26,7 +26,7 @@ NANOSECOND_S = 1e-9
 NO_ACTION = -1
 _IN_C = compiled("cost.pipeline._longest_path")
 _ENDS_AT_ONCE = 1 << 21
-"""Largest number of actions (16 MB) of pipelines that are priced together, unless they are `_FEWEST_AT_ONCE` or fewer."""
+"""Pipelines are priced together up to this number of actions (16 MB), or up to `_FEWEST_AT_ONCE` pipelines."""
 _FEWEST_AT_ONCE = 64
 
 

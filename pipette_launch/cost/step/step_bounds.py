@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Literal, NamedTuple, TypeVar
@@ -58,8 +58,7 @@ _PARTS: Memo[Memo[Ints]] = Memo()
 """Parts of the chunks by model and layer split. Many layouts share a split, so the parts are cached."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Content:
+class Content(NamedTuple):
     """Parts of the chunks of layouts with equal pp and vpp."""
 
     split_N: Ints
@@ -88,7 +87,7 @@ def contents_of(job: Job, columns: LayoutColumns) -> Content:
     )
     parts_RX = parts_CSX.reshape(-1, parts_CSX.shape[-1])
     first, kind = grouped(*parts_RX.T)
-    return Content(split_N=splits.group_N, kind_CVP=kind.reshape(shape), parts_KX=parts_RX[first])
+    return Content(splits.group_N, kind.reshape(shape), parts_RX[first])
 
 
 def _parts_SX(job: Job, columns: LayoutColumns, row: int) -> Ints:
@@ -102,8 +101,7 @@ def _parts_SX(job: Job, columns: LayoutColumns, row: int) -> Ints:
     return np.array(rows, dtype=np.int64)
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnitTimes:
+class UnitTimes(NamedTuple):
     """Seconds of one micro-batch on each part of a chunk, for each group of layouts."""
 
     group_N: Ints
@@ -113,27 +111,18 @@ class UnitTimes:
     """Exposed seconds of the collectives in forward and in backward, over the best links."""
     hop_s_U: Floats
     """Seconds of a send between two slots over the best link."""
-    fastest: float
-    slowest: float
 
     def take(self, rows: Ints) -> UnitTimes:
         """Return the times of some of the layouts, with only the groups of these layouts."""
         used, group_N = np.unique(self.group_N[rows], return_inverse=True)
-        return replace(
-            self,
-            group_N=group_N.reshape(-1),
-            passes_U4X=self.passes_U4X[used],
-            exchanges_U2X=self.exchanges_U2X[used],
-            hop_s_U=self.hop_s_U[used],
-        )
+        return UnitTimes(group_N.reshape(-1), self.passes_U4X[used], self.exchanges_U2X[used], self.hop_s_U[used])
 
-    def chunk_times(self, parts_KX: Ints, *, slow: bool) -> tuple[Floats, Floats]:
-        """Return the seconds of forward and backward of each kind of chunk, on the slowest slot or the fastest slot."""
-        slowness = self.slowest if slow else self.fastest
+    def chunk_times(self, parts_KX: Ints, slowness: float, slowest: float) -> tuple[Floats, Floats]:
+        """Return the seconds of forward and backward of each kind of chunk on a slot of speed 1 / slowness."""
         passes_U4K, exchanges_U2K = self.passes_U4X @ parts_KX.T, self.exchanges_U2X @ parts_KX.T
         compute_U2K, idle_U2K = passes_U4K[:, :2], passes_U4K[:, 2:]
         # If a pass idles longer than it computes, a slow slot may hide more exchanges, so assume the slowest slot.
-        hides_U2K = idle_U2K * np.where(idle_U2K <= compute_U2K, slowness, self.slowest)
+        hides_U2K = idle_U2K * np.where(idle_U2K <= compute_U2K, slowness, slowest)
         seconds_U2K = pass_s(compute_U2K * slowness, exchanges_U2K, hides_U2K)
         return seconds_U2K[:, 0], seconds_U2K[:, 1]
 
@@ -230,14 +219,7 @@ class Tables:
             found = self._exchange_s_U3X(columns.take(networks.first_U[new]), groups_lie)
             self._networks.update(zip((keys[place] for place in new), found, strict=True))
         exchanges = np.array([self._networks[key] for key in keys])
-        return UnitTimes(
-            group_N=group_N.reshape(-1),
-            passes_U4X=passes[kernel_U],
-            exchanges_U2X=exchanges[network_U, :2],
-            hop_s_U=exchanges[network_U, 2, 0],
-            fastest=self.fastest,
-            slowest=self.slowest,
-        )
+        return UnitTimes(group_N.reshape(-1), passes[kernel_U], exchanges[network_U, :2], exchanges[network_U, 2, 0])
 
     def unit_parameters(self, columns: LayoutColumns) -> tuple[Ints, Ints]:
         """Return the group of each layout (N), and dense and expert parameters of each part on one rank (U, 2, X)."""
@@ -375,9 +357,10 @@ class BoundColumns:
             content, here = contents_of(self._tables.job, columns.take(rows)), unit.take(rows)
             first_U, group_N = grouped(here.group_N, content.split_N)
             unit_U, kinds_UVP = here.group_N[first_U], content.kind_CVP[content.split_N[first_U]]
+            fastest, slowest = self._tables.fastest, self._tables.slowest
             fast_UVP, slow_UVP = (
-                np.add(*here.chunk_times(content.parts_KX, slow=slow))[unit_U[:, None, None], kinds_UVP]
-                for slow in (False, True)
+                np.add(*here.chunk_times(content.parts_KX, slowness, slowest))[unit_U[:, None, None], kinds_UVP]
+                for slowness in (fastest, slowest)
             )
             first_UP = fast_UVP[:, 0]
             hops_UP = 2 * here.hop_s_U[unit_U][:, None] * np.arange(first_UP.shape[1])
@@ -424,7 +407,7 @@ class BoundColumns:
             pieces = -(-len(rows) * int(columns.pp[rows[0]] * columns.vpp[rows[0]]) // _AT_ONCE)
             for place in np.array_split(np.arange(len(rows)), pieces):
                 part = rows[place]
-                some, here = columns.take(part), replace(content, split_N=content.split_N[place])
+                some, here = columns.take(part), content._replace(split_N=content.split_N[place])
                 passes = _Passes(self._tables, some, unit.take(part), here, crossing.take(part) if crossing else None)
                 update = _UpdatePrices(self._tables, some, (group_N[part], unit_parameters_U2X), here, groups_lie)
                 seconds_N[known[part]] = _step_s_N(some, passes, update)
@@ -447,12 +430,11 @@ class _Passes:
         rows_U = unit.group_N[first_U]
         group_size_U = np.where(columns.microbatch_group_size > 0, columns.microbatch_group_size, columns.pp)[first_U]
 
-        def pipelines(unit: UnitTimes, *, slow: bool) -> Pipelines:
-            forward_RK, backward_RK = unit.chunk_times(content.parts_KX, slow=slow)
+        def pipelines(unit: UnitTimes, slowness: float) -> Pipelines:
+            forward_RK, backward_RK = unit.chunk_times(content.parts_KX, slowness, tables.slowest)
             # Same rule as in `ComputeTable.chunk_passes`.
             waits_U = np.ones(len(first_U)) if kinds_UVP.shape[2] > 1 else 1 / microbatches_N[first_U]
-            wake_s = tables.compute.wake.forward_s * (tables.slowest if slow else tables.fastest)
-            wake_s_U11 = (wake_s * waits_U)[:, None, None]
+            wake_s_U11 = (tables.compute.wake.forward_s * slowness * waits_U)[:, None, None]
             rows_U11 = rows_U[:, None, None]
             return Pipelines(
                 forward_s_UVP=forward_RK[rows_U11, kinds_UVP] + wake_s_U11,
@@ -462,11 +444,11 @@ class _Passes:
                 group_size_U=group_size_U,
             )
 
-        fast = slow = slowest = pipelines(unit, slow=False)
+        fast = slow = slowest = pipelines(unit, tables.fastest)
         if crossing is not None:
-            slow, slowest = pipelines(crossing, slow=False), pipelines(crossing, slow=True)
+            slow, slowest = pipelines(crossing, tables.fastest), pipelines(crossing, tables.slowest)
         elif tables.slowest > tables.fastest:
-            slow = slowest = pipelines(unit, slow=True)
+            slow = slowest = pipelines(unit, tables.slowest)
         by_paths, slow_by_paths = fast, slow
         if meets_receivers(tables.job, int(columns.vpp[0]), tables.compute.device_kind):
             by_paths, slow_by_paths = _with_hops_in_passes(fast), _with_hops_in_passes(slow)

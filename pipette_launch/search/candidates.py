@@ -1,4 +1,4 @@
-"""Layouts that a search prices, and the inputs of their prices: job, machines, predictor and memory limit."""
+"""The layouts that a search prices, and the data that all prices need: job, machines, predictor and memory limit."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from pipette_launch.search.slots import IsLate, Placed, Placement, PlacementProb
 OVER_MEMORY = "predicted peak memory is over the limit"
 NOT_MEASURED = "no compute time was measured for its tp, cp and micro-batch"
 MANY_SLOTS = 128
-"""Number of slots above which one round of improving a placement takes long."""
+"""Above this number of slots, a round that improves one placement takes long."""
 WORTH = 1e-3
-"""A placement is improved further while its bound allows to save this share of the step."""
+"""A placement is improved only while the lower bound of its layout allows to save this share of the step."""
 GAIN = 1e-4
 """A round that saves less than this share of the step counts as a round without gain."""
 
@@ -64,7 +64,7 @@ class Candidate:
     def promise_s(self) -> float:
         """Expected step time after more search: halfway between the best placement so far and the bound.
 
-        For layouts that need fast links of which only some hosts have enough, the bound alone is far too low.
+        If a layout needs more fast links than the hosts have, its bound alone is far too low.
         """
         return (self.placed.cost_s + self.floor_s) / 2
 
@@ -119,7 +119,7 @@ class SearchInputs:
         return Domains.of(self.cluster)
 
     def blocks(self, layout: Layout) -> tuple[RankBlock, ...]:
-        """Return the blocks of ranks that must lie together; raises LayoutError if hosts cannot hold the blocks."""
+        """Return blocks of ranks that must share a host or an NVLink domain; LayoutError if a block is too large."""
         if self.cluster.device_kind != "cuda":
             return ()
         return blocks_of(self.job.model, performance_options(self.job), layout, self.domains)
@@ -141,7 +141,7 @@ class SearchInputs:
 
     @property
     def own_split(self) -> str | None:
-        """Ranks that must lie together, but that torchrun's order splits in the user's own layout."""
+        """Ranks of the user's own layout that torchrun's order splits, though they must lie together; else None."""
         if self.own_fault is not None or self.job.own_refusal:
             return None
         split = self.domains.split(self.blocks(self.job.own), host_order(self.cluster.num_slots))
@@ -168,7 +168,7 @@ class SearchInputs:
 
 
 def limits_N(job: Job, columns: LayoutColumns, limit: Callable[[Layout], int]) -> NDArray[np.int64]:
-    """Return the memory limit of each layout; limits depend only on the number of communicators."""
+    """Return the memory limit of each layout, which depends only on the numbers of communicators and of group kinds."""
     if len(columns) == 1:
         return np.array([limit(columns.layout(0))])
     first_U, group_N = grouped(num_communicators(job, columns), num_group_kinds(columns))

@@ -70,7 +70,7 @@ def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: flo
     best = winner or ranking[0]
     rest = [one for one in ranking if not (winner and one.layout == winner.layout) and not _is_own(one, own)]
     if own_runs and winner:
-        # The user's own configuration is tried last, so an alternative that is slower than it is useless.
+        # A job tries the user's own configuration last, so alternatives that are slower than that one are useless.
         rest = [one for one in rest if one.placed.cost_s < own.step_time_s]
     return Chosen(
         choice=_to_choice(inputs, winner) if winner else own,
@@ -90,7 +90,7 @@ def _simplest(
 ) -> Candidate | None:
     """Return the simplest of the equally fast candidates, in torchrun's order if that is equally fast.
 
-    None = errors of times that were measured at other sizes could exceed every gain.
+    Returns None if the possible errors of times that were measured at other sizes exceed every gain.
     """
     limit_s = (1 + EQUAL) * judge.careful_s(fastest)
     near = islice(takewhile(lambda one: one.placed.cost_s <= limit_s, ranking), NEAREST)
@@ -111,7 +111,7 @@ def _simplest(
 
 
 class _Judge:
-    """The gain that a plan needs over the user's own step, and the possible error of the plan's prediction."""
+    """Computes the gain that a plan needs over the user's own step, and the possible error of the plan's prediction."""
 
     def __init__(self, inputs: SearchInputs, own: Choice | None, own_priced: Layout, margin: float) -> None:
         """Take the user's own configuration (None if it cannot run), and the layout that was priced for it."""
@@ -143,7 +143,7 @@ class _Judge:
         return max(self._scattered_s(one), self.carried_s(one) - self._own_carried_s)
 
     def _scattered_s(self, one: Candidate) -> float:
-        """Return the seconds that a candidate must save because of margin, scatter and other degrees."""
+        """Return the seconds that a candidate must save because of margin, measured scatter and different degrees."""
         if self._own is None or not self._margin:
             return 0.0
         chance_s = 0.0
@@ -176,7 +176,7 @@ class _Judge:
 
 
 def _in_order(inputs: SearchInputs, one: Candidate, order: Placement) -> Candidate | None:
-    """Put the ranks in torchrun's order; None if they are in it, or if it is not allowed or clearly slower."""
+    """Return a candidate in torchrun's order; None if this order is used, not allowed, or clearly slower."""
     if one.placed.placement == order or one.host_order_s > (1 + EQUAL) * one.placed.cost_s:
         return None
     if not Slots.of(inputs.cluster, inputs.blocks(one.layout)).allows(order):
@@ -192,7 +192,7 @@ def num_axes(layout: Layout) -> int:
 
 
 def _own_choice(inputs: SearchInputs, candidates: Sequence[Candidate]) -> tuple[Choice, Layout | None]:
-    """Describe the user's own configuration in torchrun's order, by the nearest candidate if it has no price."""
+    """Describe the user's own configuration, with the nearest candidate's step time if its own cannot be predicted."""
     own, basis = inputs.job.own, None
     placement = host_order(inputs.cluster.num_slots)
     if not inputs.can_price_own:
@@ -223,9 +223,9 @@ def choice_of(
     bound: tuple[float, str],
     schedule: ScheduleFile | None = None,
 ) -> Choice:
-    """Describe a layout with the step time of the layout `priced`.
+    """Return a layout as a choice of a plan, with the predicted step time of the layout `priced`.
 
-    If `priced` differs, or the schedule is not Megatron's own, the choice has no features to learn from later.
+    If `priced` is another layout, or the schedule is not Megatron's own, later jobs learn nothing from this choice.
     """
     step = inputs.predictor.step_time(priced, placement, schedule.schedule() if schedule else None)
     bound_s, bound_reason = bound

@@ -82,7 +82,7 @@ def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
     layouts = [chosen.choice.layout] if own.fits else [chosen.choice.layout, own.layout]
     found += next(filter(None, (mask_notes(inputs.job, layout) for layout in layouts)), ())
     if inputs.cluster.device_kind == "cuda" and has_expandable_segments(inputs.job):
-        # Expandable segments are not the allocator's default.
+        # State the reserve, because expandable segments are not the default of PyTorch's allocator.
         reserve = measured_overhead(inputs.job, chosen.choice.layout, inputs.measurements).reserve
         found.append(f"The allocator's reserve: {reserve.value:g} x what it allocates, {reserve.source}.")
     found += uncounted(inputs.job)
@@ -110,7 +110,7 @@ def scheduled(choice: Choice, stock: Choice) -> str:
 
 
 def kept_order(inputs: SearchInputs, choice: Choice) -> tuple[str, ...]:
-    """Report the gain if ranks do not take the devices of each host in device order; otherwise return ()."""
+    """Report the gain if the ranks of each host take its devices in another order than 0, 1, 2, and so on; else ()."""
     devices = inputs.cluster.devices_per_host
     order_D = shared_order(choice.placement, devices)
     if order_D is None or order_D == tuple(range(devices)):
@@ -258,7 +258,7 @@ def _changed_numbers(inputs: SearchInputs, chosen: Chosen) -> list[str]:
 
 
 def nothing_left(inputs: SearchInputs, *, dropped: Mapping[str, int], is_late: IsLate) -> PlanError:
-    """Return the error if no legal layout can be priced; the search for ways to help ends at `is_late`."""
+    """Return the error if no legal layout fits and can be priced; the search for remedies ends at `is_late`."""
     if dropped.get(OVER_MEMORY):
         return _nothing_fits(inputs, is_late)
     if dropped.get(NOT_MEASURED):

@@ -221,7 +221,7 @@ class _Maker:
         best: Plan | None = None
         for size in sorted(range(self.needs.least_hosts, most + 1), key=lambda one: (self._rough_step(one), -one)):
             is_late = size not in tried and self.clock() >= self.deadline_s
-            # These hosts would be slower even if each host were as fast as in the plan for all hosts.
+            # Skip numbers of hosts that lose against `best` even if each host is as fast as in the plan for all hosts.
             if best and (is_late or size * best.chosen.step_time_s <= len(self.plan.hosts) * choice.step_time_s):
                 continue
             if size not in tried:
@@ -250,7 +250,7 @@ class _Maker:
         ends_s = self.clock() + max(self.deadline_s - self.clock(), 0.0) / 2
         try:
             job = self.needs.job_of(size)
-            # The smaller search runs first, so that the larger search gets the time that the smaller search saves.
+            # The search with fixed TP and PP runs first, because it ends early and leaves its time to the other search.
             same = self._with_same_sizes(size, job, before, kept, ends_s)
             found = self._solved(size, keeping(job, before, kept.kept), ends_s - self.clock())
         except PipetteError as error:
@@ -275,7 +275,7 @@ class _Maker:
         return ""
 
     def _with_same_sizes(self, size: int, job: Job, before: Layout, kept: Continuation, ends_s: float) -> Plan | None:
-        """Return the best plan that keeps TP and PP, to load checkpoints faster; None if all plans or no plan do so."""
+        """Return the best plan that keeps TP and PP, to load checkpoints faster; None if there is no choice."""
         if {"tp", "pp"} <= set(kept.kept):
             return None
         try:
@@ -310,7 +310,7 @@ def with_cases_of(job: Job, measurements: Measurements) -> Measurements:
         domains=Domains.of(cluster),
     )
     if not len(found):
-        # Raise here, because a search would spend time on ways to help.
+        # Raise the error here, because `solve` would first spend time on remedies.
         raise LayoutError(next(iter(found.dropped), f"no layout is legal on {cluster.num_slots} ranks"))
     known = {*measurements.compute_cases(), *measurements.unmeasured, *measurements.refused}
     missing = tuple(case for case in compute_cases(job.own, found.columns) if case not in known)
@@ -330,7 +330,7 @@ def placed_anew(inputs: SearchInputs, choice: Choice, *, seed: int, is_late: IsL
         placed = settled(problem, choice.placement)
         placed = placed if placed.is_optimal else faster(placed, begin(problem, is_late=is_late)[0])
     else:
-        # A replacement host lies in another NVLink domain than the lost host, so the placement splits a block.
+        # A host that replaces a lost host may lie in another NVLink domain. Then a block of ranks would be split.
         placed, _ = begin(problem, is_late=is_late)
     if not (placed.is_optimal or is_late()):
         placed = improved_once(problem, placed, rng=random.Random(seed), is_late=is_late)

@@ -1,4 +1,4 @@
-"""The layouts that could still win, by rising bound. A layout is built only when the search reaches its bound."""
+"""The layouts that could still be the fastest, by rising lower bound; a layout is built when the search reaches it."""
 
 # N = base layouts, M = their variants.
 
@@ -46,7 +46,7 @@ class Frontier:
     """
 
     def __init__(self, inputs: SearchInputs, base: BaseLayouts, bounds: BoundColumns) -> None:
-        """Bound all base layouts roughly."""
+        """Compute a rough lower bound of the step time of every base layout."""
         self._inputs, self._base, self._bounds = inputs, base, bounds
         self._is_late: IsLate = lambda: False
         self.dropped: Counter[str] = Counter()
@@ -69,11 +69,11 @@ class Frontier:
         self._limits: dict[tuple[int, int], int] = {}
 
     def hurry_when(self, is_late: IsLate) -> None:
-        """List no variants of further base layouts after `is_late` returns true."""
+        """Stop listing the variants of base layouts once `is_late` returns true."""
         self._is_late = is_late
 
     def dive(self, count: int, *, below_s: float = math.inf) -> list[Promising]:
-        """Return layouts that fit: up to `count` with the quickest flags, and half as many with the leanest flags.
+        """Return layouts that fit: up to `count` with the quickest flags, and `count` / 2 with the leanest flags.
 
         These layouts give the search a first step time to beat. `take` returns the same layouts again in the order of
         bounds. Base layouts with a rough bound above `below_s` are left out.

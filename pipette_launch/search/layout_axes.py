@@ -103,7 +103,7 @@ def balanced_chunks(seconds: LayerSeconds, *, pp: int, vpp: int) -> tuple[int, .
 
 @lru_cache(maxsize=1 << 12)
 def _contiguous(seconds: LayerSeconds, weights: tuple[int, ...]) -> tuple[int, ...]:
-    """Split the layers into runs that minimise the time of the slowest run, then the largest layers x weight."""
+    """Split the layers into runs: first the least time of the slowest run counts, then the least layers x weight."""
     sums_s = (0.0, *accumulate(seconds.layers_s))
     limit_s = _least_limit_s(seconds, len(weights)) * (1 + SLACK)
     few, many = 0, max(weights) * len(seconds.layers_s)

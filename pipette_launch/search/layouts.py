@@ -89,8 +89,7 @@ class SharedLists(Generic[K]):
 
     def spread(self, place_D: Ints) -> tuple[Ints, Ints]:
         """Repeat each combination for each row of its list; return the combinations' indices (N) and the rows."""
-        # Empty lists of places need the type of indices.
-        place_D, lengths = place_D.astype(np.int64), np.array([len(rows) for rows in self._rows], dtype=np.int64)
+        lengths = self.lengths
         counts_D = lengths[place_D]
         row_N = np.repeat(np.arange(len(place_D)), counts_D)
         # Position of each row in its own list.
@@ -167,7 +166,7 @@ class MemoryOptionTables:
         )
         flag_G = self._flags.places(key_G)
         flags_G = [tuple(self._flags.rows(place)) for place in flag_G.tolist()]
-        # The even split stands for chunks of the same number of layers at any number of chunks.
+        # An even split is stored without numbers of layers, so these follow from pp and vpp.
         even = self._rules.job.model.num_layers // (columns.pp * columns.vpp)
         has_tp = np.minimum(columns.tp, 2)
         is_even = np.array([not layers for layers in columns.cuts])[columns.layers_per_chunk]
@@ -398,9 +397,8 @@ def _expert_degrees(rules: Rules, dense_D4: Ints, dropped: Counter[str]) -> tupl
                         break
 
     lists = SharedLists(legal, width=3)
-    # The list depends on the ranks of a stage, on TP only without experts and before 0.19 (where ETP may have to equal
-    # TP), and on DP only in the tp-pp-dp rank order.
-    follows, asks = not job.model.num_experts or rules.release < (0, 19), any(layout_axes.rank_orders(job))
+    # Expert degrees depend on the ranks of a stage, on TP only if ETP equals TP, on DP only in rank order tp-pp-dp.
+    follows, asks = not job.model.num_experts, any(layout_axes.rank_orders(job))
     keys = (
         (pp, tp * dp * cp, tp if follows else 1, dp if asks else tp * dp * cp // (tp if follows else 1))
         for tp, pp, dp, cp in dense_D4.tolist()

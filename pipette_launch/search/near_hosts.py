@@ -17,7 +17,7 @@ from pipette_launch.facts.layout import Floats, Ints
 TYPICAL_MESSAGE_BYTES = 4 << 20
 """Message size that defines the distance of two hosts; latency and bandwidth both matter at this size."""
 LEAST_RATIO = 1.12
-"""A tier ends if the next link that joins two groups is this many times longer. Noise of 8 % in a full rack is less."""
+"""A tier ends if the next link between groups takes this many times as long. Noise of 8 % in a rack stays below."""
 MOST_TIERS = 4
 REACH = 0.25
 """The typical distance of a host (`reach_H`) is this quantile of its distances to all hosts."""
@@ -67,7 +67,7 @@ def tiers_of(links: Links) -> Tiers:
     distance_HH = distances_s(links)
     joints = spanning_tree(_without_bad_hosts(distance_HH))
     lengths = np.array([seconds for seconds, _, _ in joints])
-    # Numbers of joining links before each of the widest gaps between the sorted lengths.
+    # The joining links are sorted by length. For the widest gaps between lengths: number of links before the gap.
     ratios = lengths[1:] / np.maximum(lengths[:-1], _TINY)
     widest = np.argsort(-ratios, kind="stable")[:_MOST_GAPS]
     gaps = [int(index) + 1 for index in widest if ratios[index] >= LEAST_RATIO]

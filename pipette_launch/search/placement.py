@@ -43,7 +43,7 @@ SHUFFLED = 0.1
 
 
 def begin(problem: PlacementProblem, *, is_late: IsLate) -> tuple[Placed, float]:
-    """Return the best of a few start placements, or of all if all are few, and the seconds of torchrun's order."""
+    """Return the best start placement (of all placements, if these are few), and the seconds of torchrun's order."""
     order_W = np.arange(problem.slots.num_slots)
     starts_KW = starts(problem.layout, problem.cluster, most=FEW_STARTS, blocks=problem.blocks)
     is_allowed = bool((starts_KW[0] == order_W).all())
@@ -96,7 +96,7 @@ def _reordered(problem: PlacementProblem, found: Placed, is_late: IsLate) -> Pla
 def _start(problem: PlacementProblem, best: Placed, turn: int, rng: random.Random) -> Placed:
     slots = problem.slots
     if turn > 0 and slots.num_hosts > MANY_HOSTS:
-        # A round does not converge on many hosts, so the next one continues.
+        # On many hosts a round does not converge, so the next round continues from the best placement.
         return best
     if turn % 2 == 1 and slots.num_hosts > 1:
         return problem.best_of([shuffled(best.placement, slots, rng, share=SHUFFLED)])
@@ -189,7 +189,7 @@ def _likely_orders(within_host: tuple[Links, ...]) -> Ints:
 # All placements of a layout on a few slots.
 
 AT_ONCE = 720 * 6**2
-"""Limit of placements * slots^2 (six slots), up to which pricing all placements is cheaper than annealing."""
+"""If placements * slots^2 is at most this number (that of six slots), pricing all of them costs less than annealing."""
 EXACT = 10_080
 """If the best layout has at most this number of placements, all are priced. Most layouts on eight slots have fewer."""
 EXACT_QUANTUM = 128
@@ -211,7 +211,7 @@ def exhaustion(problem: PlacementProblem, best: Placed, *, is_late: IsLate) -> I
 
 
 def are_few(layout: Layout, slots: Slots) -> bool:
-    """Return whether the search prices all placements of every layout."""
+    """Return whether a layout has so few placements that the search prices all of them."""
     return num_placements(layout, slots) * slots.num_slots**2 <= AT_ONCE
 
 
@@ -231,8 +231,8 @@ def placements(layout: Layout, slots: Slots) -> Iterator[Placement]:
     """Yield every allowed placement with devices in the order of their numbers, except those that only rotate rings.
 
     If all data-parallel or all tensor-parallel indices grow by one, every group keeps its ranks and the order of its
-    ring. Therefore slot 0 gets data-parallel index 0 and tensor-parallel index 0. Two kinds of layouts are excluded.
-    Expert groups are parts of the data-parallel index, so rotation changes them. If hosts have several devices,
+    ring. Therefore slot 0 gets data-parallel index 0 and tensor-parallel index 0. Rotation is not used in two cases.
+    Expert groups are parts of the data-parallel index, so rotation changes these groups. If hosts have several devices,
     rotation may break the rule that the ranks of a host differ modulo its number of devices.
     """
     cells = [layout.cell_of(rank) for rank in range(slots.num_slots)]

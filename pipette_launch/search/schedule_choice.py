@@ -34,9 +34,9 @@ of the activations of 1F1B, and interleaved 1F1B keeps 1.5 times those of 1F1B."
 GAIN = 0.02
 """A schedule that Megatron lacks must save this share of the step to replace Megatron's own schedule."""
 OF_ATTENTION = Recompute(granularity="selective")
-"""Recompute of attention scores, which no weight-gradient pass needs."""
+"""Recompute of attention scores. Weight-gradient passes do not need these scores."""
 MOST_LAYOUTS = 4
-"""Largest number of tried layouts that fit under Megatron's own schedules, and of tried layouts that do not fit."""
+"""At most this number of layouts that fit under Megatron's own schedules is tried, and of layouts that do not fit."""
 _ONLY_STOCK = (
     "overlap_moe_expert_parallel_comm",
     "enable_cuda_graph",

@@ -50,7 +50,7 @@ class Slots:
 
     @classmethod
     def of(cls, cluster: Cluster, blocks: tuple[RankBlock, ...] = ()) -> Slots:
-        """Take the slots of a cluster, and blocks of ranks that must lie together."""
+        """Take the slots of a cluster, and blocks of ranks that must share a host or an NVLink domain."""
         in_domains = any(block.within == "domain" for block in blocks)
         return cls(
             num_hosts=len(cluster.hosts),
@@ -87,7 +87,7 @@ class Slots:
         return math.lcm(*(block.size for block in self.blocks))
 
     def first(self) -> Placement:
-        """Return torchrun's placement: rank i on slot i. If this splits a block, fill the NVLink domains in turn.
+        """Return torchrun's placement: rank i on slot i. If a block is split, fill the NVLink domains in turn instead.
 
         Whole blocks fill every host or domain, so filling domains with ranks in order never splits a block.
         """
@@ -193,7 +193,7 @@ def _laid_out(layout: Layout, slots: Slots, tiers: Tiers) -> Iterator[Ints]:
     if unit > 1 and packed.tolist() != tiers.order_H.tolist():
         orders.insert(0, packed)
     if tiers.by_speed:
-        # The first and the last stage often wait longest for their links, so fast hosts get one of them, or both.
+        # The first and the last stage often wait longest for their links, so fast hosts get one or both stages.
         fast, slow = tiers.by_speed
         half = -(-len(fast) // 2)
         orders += [np.concatenate([fast, slow]), np.concatenate([fast[:half], slow, fast[half:]])]
@@ -206,7 +206,7 @@ def _laid_out(layout: Layout, slots: Slots, tiers: Tiers) -> Iterator[Ints]:
 
 
 def tilings(layout: Layout, slots: Slots) -> list[Ints]:
-    """Return ways to divide the ranks into blocks that a host may hold, each of shape (H, D).
+    """Return arrays (H, D) of ranks: ways to divide the ranks into blocks, one for each host.
 
     A block has consecutive ranks, or every H-th rank, or consecutive ranks of the other rank mapping, which puts whole
     pipelines on a host.
@@ -237,7 +237,7 @@ def _packed(tiers: Tiers, unit: int) -> Ints:
 
 
 def _sequences(layout: Layout, block_HD: Ints, tiers: Tiers, unit: int) -> Iterator[Ints]:
-    """Yield orders of the blocks: by pipeline rank, by replica, or in tiles of both that fill a host group."""
+    """Yield orders of the blocks: by pipeline rank, by replica, or in rectangles of both that fill a group of hosts."""
     stage_Q = np.array([layout.cell_of(rank).pp for rank in block_HD[:, 0].tolist()])
     # Number of earlier blocks with the same pipeline rank.
     replica_Q = np.empty_like(stage_Q)

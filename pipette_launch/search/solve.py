@@ -43,17 +43,17 @@ WHILE_PRICING = 1
 AFTER_PRICING = ((1024, (4, 2, 1)), (math.inf, (2, 1, 1)))
 """(max slots, layouts improved per round) after pricing. Large clusters improve fewer, because a round is slow."""
 ALIKE = 2
-"""Most layouts with equal degrees in one round, because a placement that helps one layout helps the others too."""
+"""In one round, at most this number of layouts with equal degrees is placed. Good placements suit all of them."""
 ANNEALED, ANNEALED_NEAR, ANNEALED_FOR = 3, 0.05, 0.01
 """On `ANNEALED_SLOTS` slots, single ranks of at most `ANNEALED` layouts change hosts after all rounds. The step of
 these layouts is within 5 % of the best step, and their bound is at least 1 % below the best step."""
 RUNNERS_UP = 3
 """Number of alternatives that are priced for each reason: fastest, less memory, and near the user's own layout."""
 IN_VAIN = 0.15
-"""On many slots, layouts of equal degrees are priced by rising bound, until consecutive layouts promise longer steps.
-The limit is this share of the best step, for the sum of what they promise beyond the best step. A layout that promises
-no longer step sets the sum to 0. All layouts with the user's own degrees are priced, because doubts may rule out
-others."""
+"""On many slots, layouts of equal degrees are priced by rising bound, until consecutive layouts promise longer steps
+than the best step. Pricing stops once the seconds beyond the best step sum up to this share of the best step. A layout
+that promises no longer step sets the sum to 0. All layouts with the user's own degrees are priced, because their
+predictions are the most certain."""
 DEGREES = attrgetter("tp", "pp", "cp", "ep", "etp")
 RAISED = 40
 """Number of layouts with the lowest bounds whose bounds are sharpened at the end, at most."""
@@ -86,9 +86,9 @@ class SearchLoop:
         self._missed_s = float("inf")
         """Lowest bound in seconds among the layouts that were not priced before the deadline."""
         self._in_vain: dict[tuple[int, ...], float] = defaultdict(float)
-        """For each set of degrees, the summed excess of promised steps over the best step (`IN_VAIN`)."""
+        """For each set of degrees: sum of the shares by which promised steps exceed the best step (`IN_VAIN`)."""
         self._aside: dict[Layout, Promising] = {}
-        """Layouts that were not priced because others with their degrees promise too little."""
+        """Layouts that were not priced, because several layouts with the same degrees were slower than the best."""
 
     def run(self) -> Searched:
         """Search to the end or to the deadline."""
@@ -156,7 +156,7 @@ class SearchLoop:
             self._beaten[found.layout] = found
 
     def _surround(self) -> None:
-        """Price the neighbours of the best layout in its placement, until no neighbour is better.
+        """Price the layouts that differ from the best layout in one choice, in its placement, until none is better.
 
         At 10,240 ranks, pricing takes milliseconds and improving a placement takes seconds. So even a search that the
         deadline ends early returns a plan that no change of one flag improves. A neighbour that is not better is
@@ -201,7 +201,7 @@ class SearchLoop:
         return found
 
     def _sharpened(self, one: Candidate) -> Candidate:
-        """Bound a layout once by the links that it must use; this costs less than a round for its placement."""
+        """Raise the bound of a layout once, by the links that it must use. A round of placing takes longer."""
         if not one.bound_reason:
             bound = placement_bound_s(self._inputs.predictor.placement_cost(one.layout))
             one = replace(one, bound_s=max(bound.seconds, one.bound_s), bound_reason=bound.words)
@@ -250,8 +250,8 @@ class SearchLoop:
     def _prove(self) -> None:
         """Sharpen the bound of the best layout, then the lowest bounds while the floor (least of all bounds) can rise.
 
-        If a layout was set aside, pricing it raises its bound. Bounds of other layouts rise by the links that each must
-        use.
+        Pricing a layout that was set aside raises its bound. The bounds of other layouts rise by the links that these
+        layouts must use.
         """
         if not self._is_late():
             self._sharpened(self._leader())
@@ -356,7 +356,7 @@ def solve(
 
 
 def _frontier(inputs: SearchInputs, base: BaseLayouts, is_late: IsLate) -> Frontier:
-    """Bound the base layouts; raises PlanError if no layout can be chosen, not even the user's own."""
+    """Compute bounds of the base layouts; raises PlanError if no layout can be chosen, not even the user's own."""
     bounds = BoundColumns(inputs.job, inputs.measurements, inputs.predictor)
     frontier = Frontier(inputs, base, bounds)
     own_dropped = None if base.own_fault else inputs.own_dropped
@@ -413,7 +413,7 @@ def _scheduled(
     return replace(
         plan,
         chosen=found,
-        # The plan under Megatron's schedule is tried next if the patch fails.
+        # If the patch for the schedule fails, the job next tries the plan under Megatron's own schedule.
         alternatives=(plan.chosen, *plan.alternatives)[: options.num_alternatives],
         keeps_own=False,
         floor_s=min(plan.floor_s, found.step_time_s),

@@ -44,7 +44,7 @@ MOST_MATRICES = 8
 """Most message sizes with their own link matrix, up to `MANY_HOSTS` hosts. Other sizes use the nearest matrix."""
 MANY_HOSTS = 256
 _STEP = 1e-3
-"""Relative change of the reduction times by which the slope of the end of a step is computed."""
+"""To find how the end of a step depends on the reductions, these are made longer by this share."""
 
 
 class OnHosts(NamedTuple):
@@ -110,7 +110,7 @@ class View:
         return bool((host_GK != host_GK[:, :1]).any())
 
     def seconds_HH(self, kind: Collective, spread: OnHosts, size_bytes: float) -> Floats:
-        """Return the seconds of a collective, like `Fabric.seconds_G`, for each link between hosts as the slowest."""
+        """Return the seconds of a collective whose slowest link is the link from one host to another, for all pairs."""
         size, spans, fewest = spread
         scale = self.model.fabric.scale(kind, size)
         per_byte = float(scale.bytes_factor[spans]) * size_bytes * chunk_share(kind, size)
@@ -193,7 +193,7 @@ def tangents_of(
 
 
 def _points(work: LayoutWork, durations_BD: Floats, hops_JD: Floats, spread: Spread) -> tuple[Floats, Floats]:
-    """Return trial pipelines: slow replicas, mixes of replicas' sends, and the slowest with a slower stage or send."""
+    """Return times of trial pipelines: slow replicas, mixed messages, and a slower stage or message in the slowest."""
     stages, pp, replicas = len(work.rank_S), work.layout.pp, durations_BD.shape[1]
     assert len(durations_BD) == 3 * stages
     slowest = np.argsort(-work.engine.drain_s_SR(durations_BD, hops_JD).max(axis=0), kind="stable")
@@ -215,7 +215,7 @@ def _points(work: LayoutWork, durations_BD: Floats, hops_JD: Floats, spread: Spr
 
 
 def _steepest(value_CN: Floats, most: int) -> list[int]:
-    """Choose the first tangent, then repeatedly the tangent that exceeds the chosen tangents most at some point."""
+    """Choose the first tangent, then repeatedly the tangent that most exceeds the chosen ones for a trial pipeline."""
     chosen = [0]
     model_N = value_CN[0]
     while len(chosen) < most:
@@ -307,14 +307,14 @@ class _Rings:
 
     links: LinksBetweenHosts
     matrix_MHH: Floats
-    """Seconds of a ring by its slowest link, in M versions."""
+    """Seconds of a ring by the two hosts of its slowest link, in M versions for different message sizes."""
     matrix_P: Ints
-    """Version of each pipeline rank."""
+    """Index of the version for each pipeline rank."""
     share_P: Floats
-    """Factor of each pipeline rank on the matrix of seconds."""
+    """Factor for each pipeline rank, by which the seconds of its version are multiplied."""
 
     def now_L(self) -> Floats:
-        """Return the seconds of a ring, for each link as the slowest link, at the current placement."""
+        """Return the seconds of a ring at the current placement, as if each link were the slowest."""
         stage_L = self.links.stage_L
         seconds_L = self.matrix_MHH[self.matrix_P[stage_L], self.links.sender_L, self.links.receiver_L]
         return np.asarray(seconds_L * self.share_P[stage_L])
@@ -372,7 +372,7 @@ def _add_reductions(builder: ProblemBuilder, view: View, end: StepEnd) -> None:
     _add_rings(builder, list(_rings(view, gathers=False)), late_P, slope_P)
     pairs = view.links("send", view.model.groups.embedding)
     if work.traffic.embedding_bytes and len(pairs.stage_L):
-        # Add one family: the change of the tied embedding's seconds. `late_P` contains the current seconds.
+        # Add one family for the change of the tied embedding's seconds, because `late_P` contains the current seconds.
         kind = builder.add_type(view.seconds_HH("all_reduce", OnHosts(2, 2), work.traffic.embedding_bytes))
         group = builder.add_family(np.full(2 * len(pairs.stage_L), -prices.embedding_s_K[0]))
         ends_2L = pairs.sender_L, pairs.receiver_L
@@ -420,7 +420,7 @@ def _add_rings(builder: ProblemBuilder, rings: list[_Rings], end_P: Floats, slop
 
 
 def _add_first_gathers(builder: ProblemBuilder, view: View, tangents: Tangents) -> None:
-    """Add a family for each pipeline rank: the gather before its first forward, times its count on a tangent."""
+    """Add a family for each pipeline rank: the gather before its first forward, times the count of this forward."""
     work = view.model.work
     pp = work.layout.pp
     first_S = tangents.duration_BK[2 * len(work.rank_S) :, 0]
@@ -495,7 +495,7 @@ def _add_pipelines(
     _add_along(builder, hop, (path_PR, next_PR), forward_PK, group_KR)
     _add_along(builder, hop, (next_PR, path_PR), backward_PK, group_KR)
     if differ:
-        # The compute seconds of a host are a flow to any other seat, with a price that depends only on the sender.
+        # Compute seconds are modelled as a flow to any other seat, whose price depends on the sending host only.
         own = builder.add_type(np.repeat(view.slowness_H[:, None], view.num_hosts, axis=1))
         _add_along(builder, own, (path_PR, (path_PR + 1) % view.num_hosts), compute_PK, group_KR)
     return tangents
@@ -526,7 +526,7 @@ def _spread(view: View, hop_HH: Floats, durations_B: Floats, crossings: Sequence
 
 
 def _by_rank(pp: int, rank_X: Ints, values_XK: Floats) -> Floats:
-    """Return the sum over the rows of each pipeline rank: shape (P, K)."""
+    """Return the sum over the rows of each pipeline rank."""
     sums_PK = np.zeros((pp, values_XK.shape[1]))
     np.add.at(sums_PK, rank_X, values_XK)
     return sums_PK

@@ -1,8 +1,8 @@
 """A lower bound of the step time of one layout over all its placements, from the measured links and slots.
 
-The bound is a proof by cases. A trial step is an imagined step with lower bounds as prices. An argument proves that
-every placement is at least as slow as one of its trial steps. All trials of a layout are priced together.
-A place is a host, or a device if there is only one host.
+The bound is a proof by cases. A trial is an imagined step whose prices are lower bounds. An argument is a set of trials
+of which every placement is at least as slow as one. All trials of a layout are priced together. A place is a host, or a
+device if there is only one host.
 """
 
 # H = places (hosts, or the devices of a single host), K = trials, P = pipeline ranks, S = stages (model chunks).
@@ -25,11 +25,11 @@ from pipette_launch.search import ring_bounds
 from pipette_launch.text import rate_text
 
 _ACTIONS_AT_ONCE = 1 << 22
-"""One call simulates at most this number of passes, which take some tens of MB."""
+"""One call simulates trials with at most this number of passes, which take some tens of MB."""
 
 
 def copies(trial: Prices, count: int) -> Prices:
-    """Return `count` copies of one trial, side by side."""
+    """Return the prices of one trial `count` times, in arrays with one column for each copy."""
     return _each_array(lambda *arrays: np.repeat(arrays[0], count, axis=-1), trial)
 
 
@@ -55,7 +55,7 @@ def _each_array(change: Callable[..., Floats], *trials: Prices) -> Prices:
 
 
 _WORST = 2
-"""Number of places with the slowest links for which an argument is tried, for each kind of exchange."""
+"""For each kind of exchange, the bound tries the places with the slowest links, at most this number of places."""
 _PARTITIONS = 4
 _SPLITS = 40
 
@@ -87,7 +87,7 @@ class BoundArguments:
     unit: int
 
     def all(self) -> Iterator[BoundArgument]:
-        """Yield the arguments, the easiest to understand first."""
+        """Yield the arguments. Of equal bounds, the plan names the first, so the easiest to understand come first."""
         yield BoundArgument(BEST_LINKS, self.best)
         if len(self.places) > 1:
             yield from self._of_places()
@@ -117,7 +117,7 @@ class BoundArguments:
                     _at_own_rank(trials.exchange_s_PD[index], link_s)
             found.append(trials)
         kinds = " or ".join(dict.fromkeys(GROUP_NAMES[name] for name in used or names))
-        # A group without exchanges costs nothing on any place.
+        # A group without exchanges takes no time, wherever its ranks lie.
         trials = side_by_side(found) if found else self._one
         return BoundArgument(f"the bound holds even if some {kinds} group spans several hosts", trials)
 
@@ -157,7 +157,7 @@ class BoundArguments:
 
     @cached_property
     def _one(self) -> Prices:
-        """Trial step in which each exchange takes the least seconds of any group of its kind."""
+        """Trial in which each exchange takes as long as in the fastest group of its kind."""
         trial = copies(self.best, 1)
         if self._all_hops_cross:
             _raise(trial, hops=range(self._pp), seconds=float(self._hops[0].min()))
@@ -171,7 +171,7 @@ class BoundArguments:
 
     @cached_property
     def _mean(self) -> Prices:
-        """Trial step in which each message between stages takes the mean seconds of all replicas.
+        """Trial in which each message between stages takes the mean seconds of all replicas.
 
         The step time is convex in these seconds, so the slowest replica is at least as slow as this trial. If a place
         holds one block, replicas send this message from different places, at best from the places with the best links.
@@ -183,24 +183,24 @@ class BoundArguments:
             means = [float(np.sort(way_H)[:each].mean()) for way_H in (out_H, in_H)]
             _raise(trial, hops=range(self._pp), seconds=max(means))
         if self._is_tied:
-            # Each place of the first or last stage reduces the embedding with a partner, at best over its best link.
+            # Each place of the first or last stage reduces the embedding with another place, at best by its best link.
             best_H = np.sort(self._ties_s_HH.min(axis=1))
             trial.embedding_s_K[:] = np.maximum(trial.embedding_s_K, best_H[2 * len(self.places) // self._pp - 1])
         return trial
 
     @cached_property
     def _ties_s_HH(self) -> Floats:
-        """Seconds of the tied embedding's reduction over each pair of places."""
+        """Seconds to reduce the gradients of the tied embedding between each two places."""
         pair_HH = self.places.link_s_HH("all_reduce", 2, self._model.work.traffic.embedding_bytes)
         return np.asarray(np.maximum(pair_HH, pair_HH.T))
 
     @property
     def _is_tied(self) -> bool:
-        """True if each place of the first stage reduces the tied embedding with another place, of the last stage."""
+        """True if places of the first stage reduce the tied embedding with other places, which hold the last stage."""
         return self._all_hops_cross and self._model.work.traffic.embedding_bytes > 0
 
     def _of_places(self) -> Iterator[BoundArgument]:
-        """Return arguments that some stage lies on a place with slow links, which its groups (or sends) must use."""
+        """Yield arguments that some stage lies on a place with slow links, which its groups or messages must use."""
         worth = [("gradient ring", ring.tour.through_s_H, ring.tour.cost_s_HH) for ring in self._rings]
         worth += [
             (f"{GROUP_NAMES[name]} group", tour.through_s_H, tour.cost_s_HH) for name, tour in self._tours.items()
@@ -240,7 +240,7 @@ class BoundArguments:
         return trials
 
     def _of_groups(self) -> Iterator[BoundArgument]:
-        """Return arguments that some stage has the slowest of all data-parallel rings, or group of another kind."""
+        """Yield arguments that some stage has the slowest data-parallel ring, or the slowest group of another kind."""
         for ring in self._rings:
             last_s = ring.tour.thresholds_s[-1]
             trials = copies(self._mean, self._pp)
@@ -256,7 +256,7 @@ class BoundArguments:
             yield BoundArgument(words, trials)
 
     def _of_parts(self) -> Iterator[BoundArgument]:
-        """Return arguments on parts of the places: a ring spans two parts, or pipelines change parts."""
+        """Yield arguments on sets of places with fast links inside: a ring or pipeline must cross between two sets."""
         layout = self._model.work.layout
         if layout.pp == 1 or self.unit % layout.tp:
             return
@@ -280,10 +280,10 @@ class BoundArguments:
             yield BoundArgument(words, side_by_side(trials))
 
     def _with_parts(self, part_H: Ints, longest: int) -> Iterator[Prices]:
-        """Return trials in which all pipelines change to another part of the places after the same stages.
+        """Yield trials in which all pipelines cross to another set of places (`part_H`) after the same stages.
 
-        In some trials, the tied embedding is reduced between parts. In the others, the last stage lies in the part of
-        the first stage.
+        In some trials, the tied embedding is reduced between two sets. In the others, the first and the last stage lie
+        in one set. A set holds at most `longest` consecutive stages of each pipeline.
         """
         hop_s = ring_bounds.cheapest_between(self._hops[0], part_H)
         back = ring_bounds.returning_splits(self._pp, longest, most=_SPLITS)
@@ -296,7 +296,7 @@ class BoundArguments:
         yield trials
 
     def _of_pipelines(self) -> Iterator[BoundArgument]:
-        """Return arguments that a pipeline must use links between places if it does not fit on one place."""
+        """Yield arguments that pipelines too long for one place must use links between places."""
         if self._all_hops_cross:
             yield BoundArgument(
                 "the hops of a pipeline use different links, and not all links are the best", self._mean
@@ -333,7 +333,7 @@ class BoundArguments:
                     np.maximum(target_PK, seconds, out=target_PK)
 
     def _with_hops(self, trial: Prices, hops: Sequence[tuple[int, ...]], seconds: float) -> Prices:
-        """Return one trial for each set of messages; the messages of the set take at least `seconds`."""
+        """Return one trial for each set of messages between stages, which then take at least `seconds`."""
         trials = [copies(trial, 1) for _ in hops]
         for one, chosen in zip(trials, hops, strict=True):
             _raise(one, hops=chosen, seconds=seconds)
@@ -358,7 +358,7 @@ def _raise(trials: Prices, *, hops: range | tuple[int, ...], seconds: float) -> 
 
 
 _ROUNDING = 1e-12
-"""Relative allowance for rounding, because the price of a placement adds the same numbers in another order."""
+"""Share by which the bound is lowered, because prices of placements add the same numbers in another order."""
 _EQUAL = 1e-9
 
 
@@ -373,7 +373,7 @@ class Bound:
 
 def placement_bound_s(model: PlacementCost) -> Bound:
     """Bound the step time of a layout over all its placements."""
-    # One trial step has the best link and the fastest slot everywhere. Arguments then raise some of its prices.
+    # The first trial has the best link and the fastest slot everywhere. Arguments raise some of its prices.
     slowness_P1 = np.full((model.work.layout.pp, 1), model.slowness_W.min())
     best, places = best_prices(model.work, model.fabric, slowness_P1), ring_bounds.Places.of(model)
     best = replace(best, backward_hop_s_PD=best.backward_hop_s_PD.copy())
@@ -403,14 +403,15 @@ class BlockCase:
 
     unit: int
     breaks: tuple[tuple[str, ...], ...]
-    """Sets of kinds of groups. For at least one set, a group of its kinds spans several places. Empty = no set."""
+    """Sets of kinds of groups. Some group of the kinds of one set spans several places; empty = no condition."""
 
 
 def blocks(layout: Layout, devices: int) -> list[BlockCase]:
     """Return cases of the proof, which together cover every placement on places of `devices` devices.
 
-    Groups are taken from the innermost to the outermost: tensor-parallel, context-parallel, then expert groups, as long
-    as whole groups can fill a place. If whole groups cannot fill a place, some group spans several places.
+    The first case has single ranks as blocks. The next cases have whole tensor-parallel groups, context-parallel groups
+    and expert groups as blocks, as long as whole groups can fill a place. In a case with `breaks`, some group of the
+    next kind spans several places.
     """
     kinds: list[tuple[int, tuple[str, ...]]] = []
     cell = layout.tp * layout.cp
@@ -425,7 +426,7 @@ def blocks(layout: Layout, devices: int) -> list[BlockCase]:
     found = []
     unit = 1
     for size, names in kinds:
-        # Ranks that share experts are whole groups of the other kinds, and span places if one of these groups does.
+        # Ranks that share experts are whole groups of the other kinds. So they span places if such a group does.
         breaks = (names, shared) if names != shared and kinds[-1][1] == shared and experts % size == 0 else (names,)
         found.append(BlockCase(unit=unit, breaks=breaks))
         if devices % math.lcm(unit, size):

@@ -2,7 +2,7 @@
 
 A unit is a block of ranks that lies on one host. A ring is a group that sends in a circle from unit to unit. Every host
 holds the same number of units, and each unit belongs to one ring. The functions ignore some of these conditions, so
-their results are lower bounds and not optima. A part is a set of hosts.
+their results are lower bounds and not optima. A part is one of several disjoint sets of hosts.
 """
 
 # H = places: the hosts, or the devices of a single host. J = rings, S = stages (model chunks).
@@ -28,7 +28,7 @@ from pipette_launch.facts.layout import Floats, Ints
 
 
 def best_ways(cost_HH: Floats) -> tuple[Floats, Floats]:
-    """Return the costs of the best link out of each host and the best link into each host; rows of `cost_HH` send."""
+    """Return the costs of the best link from each host, and of the best link to each host; rows of `cost_HH` send."""
     cost = _without_own(cost_HH)
     return cost.min(axis=1), cost.min(axis=0)
 
@@ -93,9 +93,9 @@ def ring_thresholds(
 
 
 def partitions(cost_HH: Floats, *, most: int) -> list[tuple[Ints, float]]:
-    """Return some partitions of the hosts: the part of each host, and the cost of the cheapest link between parts.
+    """Return ways to divide the hosts into parts: part of each host, and cost of the cheapest link between parts.
 
-    In the first partition, each host is a part. Others join hosts by cheap links, up to a large step in link costs.
+    First each host is a part. The other ways join hosts by their cheap links, up to a large step in link costs.
     """
     tree = spanning_tree(cost_HH)
     costs = [cost for cost, _, _ in tree]
@@ -110,15 +110,15 @@ def partitions(cost_HH: Floats, *, most: int) -> list[tuple[Ints, float]]:
 
 
 def cheapest_between(cost_HH: Floats, part_H: Ints) -> float:
-    """Return the cost of the cheapest link between two parts."""
+    """Return the cost of the cheapest link between two sets of hosts."""
     return float(cost_HH[part_H[:, None] != part_H[None, :]].min())
 
 
 def pipeline_splits(stages: int, longest: int, *, most: int) -> list[tuple[int, ...]]:
-    """Return sets of sends, if a part of the hosts holds at most `longest` consecutive stages of a pipeline.
+    """Return sets of messages, if one part of the hosts holds at most `longest` consecutive stages of a pipeline.
 
-    Message h leads from stage h to stage h + 1. For each pipeline, all messages of at least one set lead from one part
-    to a different part. If there are more than `most` minimal sets, smaller subsets replace these sets.
+    Message h leads from stage h to stage h + 1. Every pipeline sends all messages of at least one set between parts. If
+    there are more than `most` minimal sets, smaller sets replace these.
     """
     smallest = list(itertools.islice(_minimal_splits(stages, longest), most + 1))
     if len(smallest) <= most:
@@ -146,7 +146,7 @@ def returning_splits(stages: int, longest: int, *, most: int) -> list[tuple[int,
 
 
 def _minimal_splits(stages: int, longest: int, done: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """Yield minimal sets of messages: without one of these, more than `longest` consecutive stages share a part."""
+    """Yield minimal sets of messages between parts, such that at most `longest` consecutive stages share a part."""
     first = done[-1] + 1 if done else 0
     if stages - first <= longest:
         bounds = [-1, *done, stages - 1]
@@ -297,7 +297,7 @@ class Tour:
         )
 
     def seconds(self, kind: Collective, size_bytes: float, slowest_s: float) -> float:
-        """Return the least seconds of another collective over a link on which the largest collective takes `slowest_s`.
+        """Return the least seconds of a collective over a link on which the largest collective takes `slowest_s`.
 
         The link's latency is not known. The largest latency gives the least time per byte. A collective that runs
         around the ring the other way uses other links, so only the best of all links bounds this collective.
@@ -320,12 +320,12 @@ class Ring:
     """Data-parallel groups of the dense parameters or of the expert parameters."""
 
     tour: Tour
-    """The groups. Their message is the smallest gradient reduction of any stage."""
+    """The groups, with the smallest gradient reduction of any stage as their message."""
     column: int
     """Column of `LayoutWork.gradient_bytes_S2`: 0 = dense parameters, 1 = expert parameters."""
 
     def more_s_S(self, slowest_s: float) -> tuple[Floats, Floats]:
-        """Return the seconds that a slow link adds to the reduction and the gather of each stage."""
+        """Return the seconds that a slow link adds to the reduction and to the gather of each stage."""
         work = self.tour.places.model.work
         return (
             self._beyond(work.reduce_kind, work.gradient_bytes_S2[:, self.column], slowest_s),

@@ -1,8 +1,8 @@
 """Lower bounds on the drain (end of the last backwards) of many pipelines with the same pp and vpp.
 
 Each bound is the length of a path in the graph of the schedule (`cost.pipeline.engine`). The simulated time is the
-length of the longest path, so no bound exceeds the simulated time. Two kinds of path are computed. One of these is the
-longest path if all stages are equal, or if one stage is much slower than the others:
+length of the longest path, so no bound exceeds the simulated time. Two kinds of path are computed. If all stages are
+equal, or if one stage is much slower than the others, the longest path has one of these kinds:
 
     stay      go to one pipeline rank, run all passes of this rank, and return. The way to the rank and the way back may
               also go through later chunks, or to the last stage and back
@@ -47,7 +47,7 @@ class Drains(NamedTuple):
 
 
 def drains(pipelines: Pipelines, *, slow: Pipelines | None = None) -> Drains:
-    """Bound the drains of pipelines with the times of the fastest slots.
+    """Bound the end of the last backwards of pipelines with the times of the fastest slots.
 
     `slow` has the times of the slowest slots. One unknown rank of each pipeline takes at least these times.
     """
@@ -95,10 +95,9 @@ class _Chains(NamedTuple):
 
 
 class _Stay(NamedTuple):
-    """Lengths of paths that stay on one rank, up to the first stage's last backward, for each rank.
+    """Lengths in seconds of paths that stay on one rank, up to the first stage's last backward, for each rank.
 
-    On the first axis, index 0 is the longest of all these paths. Index 1 is the longest that contains every first
-    forward.
+    On the first axis, index 0 is the longest of all these paths, and index 1 the longest with every first forward.
     """
 
     by_rank_2UP: Floats

@@ -257,7 +257,7 @@ class Tables:
 
     def embedding_s_N(self, columns: LayoutColumns) -> Floats:
         """Return the seconds to reduce the gradients of the word embedding that the first and the last stage share."""
-        # Without a second stage there may be a single slot, for which the fabric has no best link.
+        # A layout without a second stage may have a single slot, for which the fabric knows no link.
         if not parameters.has_two_embeddings(self.job.model) or not (columns.pp > 1).any():
             return np.zeros(len(columns))
         each_bytes = parameters.gradient_bytes_per_parameter(self.job)
@@ -323,7 +323,7 @@ def split_by_code(codes_N: Ints) -> list[Ints]:
 
 
 _ROUNDING = 1e-9
-"""Relative reduction of every bound, to allow for rounding: sums run in another order than for one layout."""
+"""Share by which every bound is lowered, because sums run in another order than for a single layout."""
 _AT_ONCE = 1 << 16
 """Largest number of stages in one numpy call, small enough for the cache of the processor."""
 
@@ -422,7 +422,7 @@ class _Passes:
     ) -> None:
         """Bound the pipelines.
 
-        If `crossing` is given, at least one rank of each pipeline takes at least its times; which rank is unknown.
+        If `crossing` is given, one unknown rank of each pipeline takes at least the times of `crossing`.
         """
         microbatches_N = tables.microbatches_N(columns)
         first_U, self.group_N = grouped(unit.group_N, content.split_N, microbatches_N, columns.microbatch_group_size)
@@ -474,10 +474,10 @@ def _with_hops_in_passes(pipelines: Pipelines) -> Pipelines:
 
 
 class _SlowGroups(NamedTuple):
-    """Prices of groups with slots on hosts whose links are slow."""
+    """Seconds of reductions and gathers whose groups use hosts with slow links."""
 
     stages: int
-    """Least number of stages that have groups on slow hosts."""
+    """At least this number of stages has groups on slow hosts."""
     reduce_s_TVP: Floats
     gather_s_TVP: Floats
 
@@ -517,7 +517,7 @@ class _UpdatePrices:
 
 
 def _group_slots(tables: Tables, groups: LayoutColumns, groups_lie: GroupsLie) -> tuple[Ints, Ints]:
-    """Return the slots that dense and expert groups need on their hosts, including slots that others must fill."""
+    """Return the slots that dense and expert groups need on their hosts, with slots that other groups must fill."""
     dense_slots_T, expert_slots_T = groups.dp * groups.cp, parameters.expert_dp(groups)
     if tables.fabric.cluster.keeps_residues:
         # Members whose ranks are equal modulo the slots of a host lie on different hosts.
@@ -586,7 +586,7 @@ def _step_s_N(columns: LayoutColumns, passes: _Passes, update: _UpdatePrices) ->
     later_N = end.update_s_PN.max(axis=0)
     steps_N: Floats = finish_N + later_N
     for slow in update.slow_groups:
-        # At least `stages` stages use the links of slow hosts, and these may be the quickest stages.
+        # At least `stages` stages use the links of slow hosts. In the best case, these are the quickest stages.
         slower = replace(
             end,
             reduce_s_VPN=_first_and_others_VPN(slow.reduce_s_TVP, t),
@@ -607,7 +607,7 @@ def _first_and_others_VPN(seconds_TVP: Floats, group_N: Ints) -> Floats:
 
 
 def _drains_VPN(columns: LayoutColumns, passes: _Passes, update: _UpdatePrices, buckets_N: Ints) -> Floats:
-    """Bound the drains of each rank's first and last chunk, including waits for overlapped gathers.
+    """Bound the end of the last backward of each rank's first and last chunk, with waits for overlapped gathers.
 
     If gathers are aligned, every action depends on the first forward of stage 0, which waits for the whole gather of
     its parameters. If gathers are not aligned, the first forward of each stage waits for one bucket of parameters, and

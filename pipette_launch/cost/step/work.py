@@ -41,7 +41,7 @@ class LayoutWork:
     weight_grad_s_S: Floats
     """Seconds of the weight gradients in the backward, which a schedule may postpone."""
     forward_idle_s_S: Floats
-    """Seconds of the forward in which the device waits for the host. Exchanges can run in this time."""
+    """Seconds of the forward in which the device waits for the host, so that exchanges can run."""
     backward_idle_s_S: Floats
     exchanges: tuple[Exchange, ...]
     hop_bytes: int
@@ -100,7 +100,7 @@ class LayoutWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """Seconds that the work of a layout takes under K placements; axis D has the replicas of one after another."""
+    """Seconds of a layout's work under K placements; axis D holds the replicas of one placement after another."""
 
     slowness_PD: Floats
     """1 / speed of the slowest slot of each pipeline rank of each replica."""

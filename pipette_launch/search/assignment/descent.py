@@ -25,7 +25,7 @@ IN_C = compiled("search.assignment._swaps")
 STEEPEST = 80.0
 """Largest exponent in a soft maximum, far below overflow. A swap with a larger rise is never accepted."""
 LEAST = 1e-12
-"""Smallest share of a family's sum of exponentials that a swap may leave; float64 cannot represent less."""
+"""A swap leaves at least this share of a family's sum of exponentials, because float64 resolves no smaller share."""
 PROPOSALS_PER_SEAT = 2
 FEWEST_PROPOSALS, MOST_PROPOSALS = 128, 2048
 SOFTEST, HARDEST = 0.05, 0.002

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from pipette_launch.facts.layout import Floats, Ints
 
 AT_ONCE = 1 << 21
-"""Largest number of flows that one numpy call prices; each of a few arrays then takes about 16 MiB."""
+"""One numpy call prices at most this number of flows, with a few arrays of about 16 MiB each."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -164,7 +164,7 @@ class ProblemBuilder:
         self._flows.append((sender[moves], receiver[moves], kinds, weight_F[moves], group[moves]))
 
     def flows(self) -> Flows:
-        """Return the problem."""
+        """Return the collected problem."""
         sender, receiver, kinds, weight, group = (
             np.concatenate([part[column] for part in self._flows]) if self._flows else np.zeros(0)
             for column in range(5)

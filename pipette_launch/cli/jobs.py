@@ -132,7 +132,6 @@ def _watch(args: Namespace) -> int:
 
 
 def _show_screen(watched: Watched) -> int:
-    """Draw the job's screen again and again in the same place until the job ends."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text

@@ -58,7 +58,6 @@ def parser() -> ArgumentParser:
 
 
 def _add_choices(add: Callable[..., object]) -> None:
-    """Add the flags that choose the plan and the reaction to failures."""
     add("--pipette-plan", metavar="FILE", type=_path, help="run the plan in this file, without measuring or planning")
     add(
         "--pipette-probe",

@@ -41,7 +41,6 @@ def _add_completion_arguments(parser: ArgumentParser) -> None:
 
 
 def _complete(args: Namespace) -> int:
-    """Print the completion script; raises PipetteError if shtab is not installed."""
     try:
         import shtab
     except ModuleNotFoundError as error:

@@ -37,7 +37,6 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
 
 
 def _plan(args: Namespace) -> int:
-    """Print the plan, and write the plan file."""
     from pipette_launch.facts import files
     from pipette_launch.launch.terminal import ProgressLine, Ticker
     from pipette_launch.planning.plan import PlanRequest, read_problem, search_plan

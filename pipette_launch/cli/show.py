@@ -36,7 +36,6 @@ def _add_report_arguments(parser: ArgumentParser) -> None:
 
 
 def _report(args: Namespace) -> int:
-    """Print the screen of a plan, or write its page and its trace."""
     from pipette_launch.facts import Measurements, Plan, files
     from pipette_launch.launch.plan_reports import existing_page
     from pipette_launch.report import chosen_line, measured_screen, plan_file_screen
@@ -96,7 +95,6 @@ def _add_explain_arguments(parser: ArgumentParser) -> None:
 
 
 def _explain(args: Namespace) -> int:
-    """Print the explanation of a key, or the list of all keys."""
     from pipette_launch.facts import Plan, files
     from pipette_launch.facts.glossary import MEANINGS, key_of
     from pipette_launch.facts.prediction import Explained, Explanation
@@ -187,7 +185,6 @@ def _add_devices_arguments(parser: ArgumentParser) -> None:
 
 
 def _devices(args: Namespace) -> int:
-    """Print the table of devices, one device, or a document of the devices."""
     from pipette_launch.facts import files
     from pipette_launch.facts.known_devices import DeviceFiles, device_named, file_of, known_devices, other_meanings
 

@@ -137,7 +137,6 @@ class Lockstep:
         return [value.decode() for portion in portions for value in self.store.multi_get(portion)]
 
     def _absent(self) -> list[int]:
-        """Return the ranks that have not come to this step."""
         return [
             rank
             for rank in range(self.world_size)

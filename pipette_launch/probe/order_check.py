@@ -82,7 +82,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _found(kind: str, tp: int, ranks: list[int]) -> str:
-    """Describe the first wrong value; empty if all values are right."""
     place = worker_place(os.environ)
     if kind == "cuda":
         # Choose the device by LOCAL_RANK and not by RANK: with --numa-binding the worker with LOCAL_RANK i keeps device

@@ -53,7 +53,6 @@ def _plans(comparison: Comparison) -> Iterator[Line]:
 
 
 def _parts(comparison: Comparison) -> Iterator[Line]:
-    """Return the table of step parts, with a column for each of the longest parts and a column for the rest."""
     shown = [(number, entry.choice) for number, entry in enumerate(comparison.entries, 1) if entry.choice is not None]
     # Plans that cannot run do not choose the columns, because other plans may lack the longest part of such a plan.
     weighed = [entry.choice for entry in comparison.entries if entry.runs and entry.choice] or [one for _, one in shown]

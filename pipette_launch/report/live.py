@@ -144,7 +144,6 @@ def _iteration_words(job: LiveJob) -> str:
 
 
 def _pace_words(job: LiveJob, iteration: int, steps_s: Sequence[float]) -> str:
-    """Return the progress bar of the training, and the time left at the observed pace."""
     if not job.iterations or job.is_over:
         return ""
     part = min(max(iteration / job.iterations, 0.0), 1.0)

@@ -132,7 +132,6 @@ def _passes(times: Sequence[ComputeTime]) -> str:
 
 
 def _machines(measurements: Measurements, remark: str) -> str:
-    """Return a line with the hosts and the duration of the warm-up."""
     cluster, took_s = measurements.cluster, sum(measurements.phase_s.values())
     names = sorted({device.name for host in cluster.hosts for device in host.devices})
     hosts = len(cluster.hosts)
@@ -142,7 +141,6 @@ def _machines(measurements: Measurements, remark: str) -> str:
 
 
 def _link_lines(cluster: Cluster) -> Iterator[Line]:
-    """Return lines that name the slowest and the fastest link, between hosts and inside hosts."""
     size = cluster.devices_per_host
     yield from _extremes("between hosts", [cluster.between_hosts], lambda _, index: cluster.hosts[index].name)
     yield from _extremes("in a host", cluster.within_host, lambda host, device: cluster.slot_name(host * size + device))
@@ -190,7 +188,6 @@ def _groups(measurements: Measurements) -> Iterator[Line]:
 
 
 def _compute(measurements: Measurements) -> Iterator[Line]:
-    """Return the times of a layer's passes for each timed set of sizes, as medians over devices."""
     timed = layer_times(measurements)
     rows = [
         (
@@ -209,7 +206,6 @@ def _compute(measurements: Measurements) -> Iterator[Line]:
 
 
 def _slow_slots(cluster: Cluster) -> Iterator[Line]:
-    """Return a line on the slowest device slot, if slots differ in speed."""
     slowest = min(cluster.slot_speed)
     if slowest < 1:
         slot = cluster.slot_name(cluster.slot_speed.index(slowest))

@@ -219,7 +219,6 @@ def _choice(plan: Plan, width: int, most: int) -> tuple[Section, ...]:
 
 
 def _chosen(plan: Plan, width: int, most: int) -> Iterator[Line]:
-    """Return the chosen layout, the parts of its step, and its ranks by host, in `width` columns."""
     choice = plan.chosen
     words = f"  {'your own configuration, ' if plan.keeps_own else ''}{choice.schedule}, "
     words += f"{seconds_text(choice.step_time_s)} a step predicted"
@@ -234,7 +233,6 @@ def _chosen(plan: Plan, width: int, most: int) -> Iterator[Line]:
 
 
 def _rank_map(plan: Plan, width: int, most: int) -> Iterator[Line]:
-    """Return lines with hosts and their ranks, several hosts on a line."""
     from rich.columns import Columns
 
     size, name_width = plan.devices_per_host, max(map(len, plan.hosts))
@@ -253,7 +251,6 @@ def _rank_map(plan: Plan, width: int, most: int) -> Iterator[Line]:
 
 
 def _step_times(plan: Plan, most: int) -> Iterator[Line]:
-    """Return bars of the step times of the chosen configuration, the runners-up and the user's own configuration."""
     if most < WHOLE and plan.trials is not None:
         # The section on trials shows the same configurations, with measured and predicted step times.
         return
@@ -273,7 +270,6 @@ def _step_times(plan: Plan, most: int) -> Iterator[Line]:
 
 
 def _trials(plan: Plan, most: int) -> Iterator[Line]:
-    """Return lines with measured trials of plans and of the user's own configuration."""
     if plan.trials is None:
         return
     runs = plan.trials.runs
@@ -300,7 +296,6 @@ def _trials(plan: Plan, most: int) -> Iterator[Line]:
 
 
 def _memory(choice: Choice, most: int) -> Iterator[Line]:
-    """Return bars of the peak memory of each stage's device, as shares of the limit."""
     shown = choice.memory_shown
     # A remark "1 more stage" would take a line, which can show the stage itself.
     stages = stages_shown(shown.need_bytes, min(most + 1, MOST_STAGES))
@@ -314,7 +309,6 @@ def _memory(choice: Choice, most: int) -> Iterator[Line]:
 
 
 def _fallback_plans(plan: Plan, most: int) -> Iterator[Line]:
-    """Return a line for the plan and for each fallback plan: nodes, step time, slowdown, layout, checkpoint."""
     if not plan.templates:
         return
     listed = (plan, *plan.templates)
@@ -370,7 +364,6 @@ def _machines(plan: Plan) -> Iterator[Line]:
 
 
 def _dropped(plan: Plan) -> Iterator[Line]:
-    """Return the number of dropped layouts for each reason."""
     if not plan.dropped:
         return
     yield f"from {plan.num_layouts:,} legal layouts, and from combinations that Megatron refuses:"

@@ -69,7 +69,6 @@ def _machines(prediction: Prediction) -> str:
 
 
 def _verdict(prediction: Prediction) -> Line:
-    """Return a sentence with the verdict on memory, which names the fullest stage."""
     fullest, capacity, limit = prediction.fullest, prediction.capacity_bytes, prediction.limit_bytes
     where = "the stage shown" if len(prediction.stages) == 1 else f"stage {fullest.pp_rank}, the fullest,"
     need = f"{where} needs {bytes_text(fullest.peak_bytes)}"
@@ -87,7 +86,6 @@ def _verdict(prediction: Prediction) -> Line:
 
 
 def _memory(prediction: Prediction) -> Iterator[Line]:
-    """Return bars of the peak memory of each stage's device, as shares of the limit if the limit is known."""
     shown, limit = _shown(prediction, MOST_BARS), prediction.limit_bytes
     yield memory_bars([(stage.pp_rank, stage.peak_bytes) for stage in shown], limit)
     hidden = len(prediction.stages) - len(shown)
@@ -104,7 +102,6 @@ def _shown(prediction: Prediction, most: int) -> Sequence[StageMemory]:
 
 
 def _split(prediction: Prediction, width: int) -> Line:
-    """Return the table of memory at each stage's peak, by kind."""
     fullest, is_long = prediction.fullest, width >= LONG_WIDTH
     if width < TABLE_WIDTH:
         parts = " · ".join(f"{name} {bytes_text(size)}" for name, size in fullest.parts_bytes.items())

@@ -95,7 +95,6 @@ def _span(name: str, kind: str, at: Track, start_s: float, end_s: float, **about
 
 
 def _in_line(parts: Iterable[tuple[str, float, dict[str, object]]], kind: str, at: Track) -> Iterator[Event]:
-    """Yield events one after the other on one track."""
     start_s = 0.0
     for name, seconds, about in parts:
         yield _span(name, kind, at, start_s, start_s + seconds, **about)
@@ -141,7 +140,6 @@ def _profile(plan: Plan, step: DrawnStep, ranks: Sequence[ProfiledRank]) -> Iter
 
 
 def _step(pid: int, whose: str, choice: Choice, step: DrawnStep, left_out: list[str]) -> Iterator[Event]:
-    """Yield a track for each pipeline rank, with passes, exposed communication, and the end of the step."""
     words = f"{choice.layout.words()}, {choice.schedule}, {seconds_text(choice.step_time_s)} a step"
     title = f"predicted, {whose}: {words}"
     yield _view(pid, title)
@@ -178,7 +176,6 @@ def _pass(step: DrawnStep, index: int, at: Track) -> Iterator[Event]:
 
 
 def _steps(plan: Plan, outcome: Outcome | None, left_out: list[str]) -> Iterator[Event]:
-    """Yield predicted and measured whole steps of the plan, the own configuration, trials and the training."""
     tracks: list[tuple[str, Sequence[float]]] = [("chosen, predicted", (plan.chosen.step_time_s,))]
     if not (plan.keeps_own or plan.own_fault):
         tracks.append(("yours, predicted", (plan.own.step_time_s,)))
@@ -201,7 +198,6 @@ def _steps(plan: Plan, outcome: Outcome | None, left_out: list[str]) -> Iterator
 
 
 def _layers(measurements: Measurements, how: str, left_out: list[str]) -> Iterator[Event]:
-    """Yield a track for each part of the model in each timed set of sizes, with the median times of its passes."""
     timed: dict[str, list[ComputeTime]] = {}
     for time in measurements.compute:
         case = time.case
@@ -220,7 +216,6 @@ def _layers(measurements: Measurements, how: str, left_out: list[str]) -> Iterat
 
 
 def _links(measurements: Measurements, how: str, left_out: list[str]) -> Iterator[Event]:
-    """Yield the slowest links first, with links between hosts on one track and links inside hosts on another track."""
     cluster = measurements.cluster
     hosts, size = [host.name for host in cluster.hosts], cluster.devices_per_host
     slots = [cluster.slot_name(slot) for slot in range(len(hosts) * size)]

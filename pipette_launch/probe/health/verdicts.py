@@ -293,7 +293,6 @@ def _slow_hosts(rates_HH: Matrix) -> list[int]:
 
 
 def _centre(values: Vector) -> float:
-    """Return the median of the known values; nan if no value is known."""
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if finite.size else math.nan
 
@@ -417,7 +416,6 @@ def exclude(*hosts: str) -> str:
 
 
 def _busy(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
-    """Report other processes that hold memory or compute."""
     for one in peers:
         condition, used = one.condition, one.condition.used_bytes or 0
         # In a container NVML hides the size, or the whole process; then the device's own count is used.

@@ -200,7 +200,6 @@ def slowest_of_all(seconds: float, device_kind: str, timeout_s: float, clock: Cl
 
 
 def _action(kind: CollectiveKind, elements: int, size: int, *, group: dist.ProcessGroup, device: str) -> Call:
-    """Prepare one collective whose full tensor has `elements` elements."""
     full = torch.zeros(elements, device=device)
     if kind == "all_reduce":
         return lambda: dist.all_reduce(full, group=group)

@@ -226,7 +226,6 @@ class Tally:
         return TINY_REPEATS if self.sizes[index] == TINY_BYTES else 1
 
     def _took_s(self, index: int, value_s: float) -> float:
-        """Return the time that measuring a value takes."""
         return LEAD_S + num_exchanges(self.sizes[index]) * value_s if self.is_queued else value_s
 
     def _affordable(self, indices: Sequence[int], wanted: int) -> int:
@@ -313,7 +312,7 @@ class LinkMeter:
         )
         if mine is not None:
             # The first message opens connections, which training does only once, so this message is not timed.
-            self._swap(self._ack, self._ack.clone(), mine[1], sends_first=self._rank == mine[1][0])
+            self._exchange(0, mine[1], is_sender=self._rank == mine[1][0])
         for place in range(2):
             self._direction(groups, mine, tally if mine is not None and self._rank == mine[1][place] else None)
         if mine is None:
@@ -383,17 +382,16 @@ class LinkMeter:
         """Send or answer a message of size `index`; returns the seconds until the answer came."""
         if self._queued is None:
             before_s = self.clock()
-            self._swap(*self._ends(index, is_sender=is_sender), pair, sends_first=is_sender)
+            self._exchange(index, pair, is_sender=is_sender)
             return self.clock() - before_s
-        peer = sum(pair) - self._rank
 
         def exchange(index: int) -> None:
-            for operation in _operations(*self._ends(index, is_sender=is_sender), peer, sends_first=is_sender):
+            for operation in self._operations(index, pair, is_sender=is_sender):
                 for work in dist.batch_isend_irecv([operation]):
                     # On CUDA this wait blocks the stream, not the host.
                     work.wait()
 
-        with self._deadline(self.options.slot_name(peer)):
+        with self._deadline(self.options.slot_name(sum(pair) - self._rank)):
             return self._queued.seconds(
                 partial(exchange, index),
                 num_exchanges(self.sizes[index]),
@@ -401,17 +399,21 @@ class LinkMeter:
                 first=partial(exchange, 0),
             )
 
-    def _ends(self, index: int, *, is_sender: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tensors that this rank sends and receives: the message, and a tiny acknowledgement."""
-        message = self._buffer[: self.sizes[index]]
-        return (message, self._ack) if is_sender else (self._ack, message)
-
-    def _swap(self, outgoing: torch.Tensor, incoming: torch.Tensor, pair: Pair, *, sends_first: bool) -> None:
-        """Send one message and receive one, and wait until the device has done both; `sends_first` gives the order."""
-        peer = sum(pair) - self._rank
-        with self._deadline(self.options.slot_name(peer)):
-            for operation in _operations(outgoing, incoming, peer, sends_first=sends_first):
+    def _exchange(self, index: int, pair: Pair, *, is_sender: bool) -> None:
+        """Exchange a message and its acknowledgement, and wait until the device has done both."""
+        with self._deadline(self.options.slot_name(sum(pair) - self._rank)):
+            for operation in self._operations(index, pair, is_sender=is_sender):
                 self._finish(dist.batch_isend_irecv([operation]), PARTNER_SHARE * self.options.wait_s())
+
+    def _operations(self, index: int, pair: Pair, *, is_sender: bool) -> list[dist.P2POp]:
+        """Return a send and a receive in the order of execution, each for a separate `batch_isend_irecv`.
+
+        `batch_isend_irecv` uses the world's communicator, but NCCL's plain send would open one for each pair.
+        """
+        peer, message = sum(pair) - self._rank, self._buffer[: self.sizes[index]]
+        sent, received = (message, self._ack) if is_sender else (self._ack, message)
+        both = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+        return both if is_sender else both[::-1]
 
     def _finish(self, works: Iterable[dist.Work | None], timeout_s: float) -> None:
         """Wait for transfers, also on the device; raises RuntimeError or TimeoutError at the deadline."""
@@ -429,18 +431,6 @@ class LinkMeter:
         except (RuntimeError, TimeoutError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ProbeError(f"links: no answer from {whom} in {self._place} ({reason})") from error
-
-
-def _operations(
-    outgoing: torch.Tensor, incoming: torch.Tensor, peer: int, *, sends_first: bool
-) -> tuple[dist.P2POp, dist.P2POp]:
-    """Return a send and a receive in the given order, each for a separate `batch_isend_irecv`.
-
-    `batch_isend_irecv` uses the world's communicator, but NCCL's plain send would open a communicator for each pair.
-    """
-    send = dist.P2POp(dist.isend, outgoing, peer)
-    receive = dist.P2POp(dist.irecv, incoming, peer)
-    return (send, receive) if sends_first else (receive, send)
 
 
 def direction_s(left_s: float, num_rounds: int, device_kind: str) -> float:

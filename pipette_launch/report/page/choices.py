@@ -250,7 +250,6 @@ def _figures(step: DrawnStep) -> tuple[list[tuple[object, ...]], float, float]:
 
 
 def _numbers(step: DrawnStep, ranks: list[int], unit_s: float) -> dict[str, Any]:
-    """Return columns for each drawn rank: kinds of passes, stages, micro-batches, start times and durations."""
     rank_A, each = np.array(step.rank_A), MOST_ACTIONS // len(ranks)
     drawn = []
     for rank in ranks:

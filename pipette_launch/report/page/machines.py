@@ -177,7 +177,6 @@ def _matrix(
 
 
 def _row(rates_HH: Floats, names: list[str], index: int) -> tuple[str, ...]:
-    """Return a row with a host, the rate and receiver of its slowest link, and its median and fastest rates."""
     rates, others = np.delete(rates_HH[index], index), [*names[:index], *names[index + 1 :]]
     slowest, median, fastest = (rate_text(float(rate)) for rate in (rates.min(), np.median(rates), rates.max()))
     return names[index], slowest, others[int(rates.argmin())], median, fastest

@@ -134,7 +134,6 @@ def _job(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _flags(plan: Plan) -> dict[str, Any] | None:
-    """Return the changes of the script's flags and a text to paste; None if the plan file has no flags."""
     if plan.setting is None:
         return None
     old, new = plan.setting.arguments, plan.setting.new_arguments

@@ -49,7 +49,7 @@ class Budget:
         return self.started_s + share * self.budget_s - self.clock()
 
     def with_room(self, share: float, least: float) -> Budget:
-        """Return a budget that begins later if needed, so that the part `least` is left until `share` is spent."""
+        """Return a budget that starts later if needed, so that the share `least` remains until `share` is spent."""
         return replace(self, started_s=self.started_s + max(least * self.budget_s - self.left_s(share), 0.0))
 
     def allows(self, share: float, needs_s: float = 0.0) -> bool:
@@ -61,8 +61,8 @@ class Budget:
 class Lockstep:
     """Keeps all workers in step through the store; all ranks must make the same calls in the same order.
 
-    A step costs each rank a fixed number of store operations. Only after a deadline does rank 0 ask the store about
-    each rank, to name the missing ones.
+    A step costs each rank a fixed number of store operations. Only after a deadline, rank 0 reads the state of each
+    rank from the store, to name the missing ranks.
     """
 
     store: Store
@@ -161,7 +161,7 @@ class Lockstep:
         self.progress.goes_on()
 
     def _raise_missing(self, ranks: Sequence[int], count: int, what: str, timeout_s: float) -> NoReturn:
-        """Raise the error that names missing ranks: `ranks` are the first of `count`."""
+        """Raise the error that names missing ranks; `ranks` has the first of `count` missing ranks."""
         self.progress.waits(what, limit_s=timeout_s, peers=ranks[:MOST_NAMED])
         names = ", ".join(self.name_of(rank) for rank in ranks[:MOST_NAMED])
         more = f" and {count - MOST_NAMED} more" if count > MOST_NAMED else ""
@@ -203,7 +203,7 @@ def worker_place(environ: Mapping[str, str]) -> WorkerPlace:
 def end_with_parent() -> None:
     """Let the kernel end this process when its parent dies; does nothing if the system is not Linux.
 
-    A launcher that was killed by SIGKILL cannot end its workers, and they would keep devices, ports and memory.
+    A launcher that was killed by SIGKILL cannot end its workers, which would keep devices, ports and memory.
     """
     if sys.platform != "linux":
         return

@@ -99,7 +99,7 @@ def versions() -> dict[str, str]:
 
 
 def device_used_bytes(uuid: str) -> int:
-    """Return the used memory of a GPU, including other processes and the driver's reserve. Use only differences."""
+    """Return the used memory of a GPU with other processes and the driver's reserve. Callers use only differences."""
     with driver.session() as nvml:
         if nvml is None:
             raise ClusterError(f"NVML no longer answers for {uuid}; check the driver with nvidia-smi")
@@ -249,7 +249,7 @@ def nearest_nic(address: str, sysfs: Path) -> tuple[str, Nearness | None]:
 
 
 def _nearness(one: Path, other: Path) -> Nearness | None:
-    """Compare the paths of two PCI devices to the processor.
+    """Return how near two PCI devices are, by their paths to the processor.
 
     A root port has one link, so devices below the same root port share a switch.
     """

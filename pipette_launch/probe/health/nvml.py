@@ -41,7 +41,7 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReading:
-    """Figures of a GPU that has worked for some seconds, as all slots have; 0 = a figure that NVML does not report."""
+    """Figures of a GPU after some seconds of work on all slots; 0 = a figure that NVML does not report."""
 
     sm_clock_hz: float
     sm_clock_max_hz: float
@@ -101,8 +101,8 @@ def memory(nvml: Any, handle: Any) -> Memory:
 def gpus(nvml: Any) -> tuple[list[Any], tuple[str, ...]]:
     """Return handles of the GPUs in PCI bus order, without CUDA_VISIBLE_DEVICES, and a sentence for each broken GPU.
 
-    NVML counts GPUs that a control group hides, and refuses their handles (nvml.h, nvmlDeviceGetHandleByIndex_v2).
-    CUDA does not count these GPUs.
+    NVML counts GPUs that a control group hides, and refuses their handles (nvml.h, nvmlDeviceGetHandleByIndex_v2). CUDA
+    does not count these GPUs.
     """
     count = nvml.nvmlDeviceGetCount()
     handles, lost = [], []
@@ -142,7 +142,7 @@ def is_same_device(nvml_uuid: str, cuda_uuid: object) -> bool:
 
 
 def text(value: str | bytes) -> str:
-    """Decode an answer; old bindings answer in bytes."""
+    """Return an answer of NVML as text; old bindings return bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 

@@ -10,9 +10,9 @@ The links of a slow host obey this inequality too, so hosts are compared by thei
 intended differences: slow links between two racks, or a single host behind a narrow uplink. With two hosts, only the
 two directions can be compared. A suspicion must be measured again before it becomes a verdict.
 
-Two rules avoid false alarms about drivers. An idle device saves power, so its PCIe generation and clock are ignored. Of
-the reasons for a clock, only the ones that hold the clock down count. If most peers share a deviation, the machines are
-built or run that way, so the deviation is a note and not a fault (`is_sick` of a Verdict is False).
+Three rules avoid false alarms about drivers. An idle device saves power, so its PCIe generation and clock are ignored.
+Of the driver's reasons for a clock, only reasons that hold the clock down count. If most peers share a deviation, the
+machines are built or run that way, so the deviation is a note and not a fault (`is_sick` of a Verdict is False).
 """
 
 # H = hosts, S = slots, host by host; row sends to column; nan = not measured; logarithms are natural.
@@ -51,10 +51,10 @@ not reduce this share."""
 MOST_LINKS = 4
 MOST_LINKS_SHARE = 1 / 16
 """If more links than `MOST_LINKS` and more than this share of all links are slow, the network is built that way, so
-they are no faults."""
+these links are no faults."""
 ALIKE_SCATTERS = 4.0  # Detours that differ by less than this number of scatters count as equally good
 MAX_DETOURS = 64  # Number of a sender's fastest links that are tried as detours
-RETRIED_LINKS = 3  # Number of links each way on which a slow host is measured again
+RETRIED_LINKS = 3  # A slow host is measured again on this number of links in each direction
 SUSPECT_SPEED = {"cuda": 0.92, "cpu": 0.75}
 FAULT_SPEED = {"cuda": 0.9, "cpu": 0.7}
 MIN_SLOT_SCALE = {"cuda": 0.01, "cpu": 0.05}
@@ -263,7 +263,7 @@ def _excess(known_HH: Matrix) -> tuple[Matrix, float]:
 
 
 def _needed(excess_HH: Matrix, times: int) -> float:
-    """Return the number of scales below its peers at which a link counts as faulty and not as slow by chance."""
+    """Return how many scatters below its peers a link must be, so that the link is faulty and not slow by chance."""
     count = max(1, int(np.isfinite(excess_HH).sum()))
     # The scale is estimated from the links, and may be too small with few links.
     doubt = 1 + 1.5 / math.sqrt(count) if count >= FEW else 1.0
@@ -274,7 +274,7 @@ def _needed(excess_HH: Matrix, times: int) -> float:
 def _best(rates_HH: Matrix) -> Vector:
     """Return the logarithm of the usual rate of each sender's best links; nan for a sender without links."""
     logs = np.log(rates_HH)
-    # The best of many rates is higher by chance than the best of few, so the median of the good ones counts.
+    # The best of many rates is higher by chance than the best of few, so the result is the median of good rates.
     floor = np.nan_to_num(rates_HH).max(axis=1, keepdims=True) * SUSPECT_RATIO
     logs[~(rates_HH >= floor)] = np.nan
     return np.array([_centre(row) for row in logs])
@@ -380,7 +380,7 @@ def link_verdicts(names: Sequence[str], bandwidth_HH: Matrix, again_HH: Matrix) 
 
 
 def device_verdicts(hosts: Sequence[Host], slow: Sequence[SlowSlot]) -> tuple[Verdict, ...]:
-    """Return the devices that compute slowly; if all devices of a host do, one verdict on the host."""
+    """Return a verdict on each device that computes slowly, or one verdict on a host if all its devices do."""
     found = []
     first_slot = 0
     for host in hosts:
@@ -418,7 +418,7 @@ def exclude(*hosts: str) -> str:
 def _busy(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
     for one in peers:
         condition, used = one.condition, one.condition.used_bytes or 0
-        # In a container NVML hides the size, or the whole process; then the device's own count is used.
+        # In a container NVML hides the size, or the whole process. Then the device's used memory counts.
         held = [(holder, used if holder.used_bytes is None else holder.used_bytes) for holder in condition.holders]
         named = [
             (f"process {holder.pid} ({holder.name}) holds {bytes_text(size)}", size)
@@ -431,7 +431,7 @@ def _busy(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
         advice = f"end it, take the device out of CUDA_VISIBLE_DEVICES, or {exclude(one.host)}"
         for figure, size in named:
             yield one.verdict("busy", figure, advice, is_sick=size > BUSY_SHARE * one.device.memory_total_bytes)
-        # If a busy device has no holders, the driver still scrubs its memory.
+        # If no process holds memory, a busy device is busy because its driver scrubs the memory.
         is_held = bool(held) or used > IDLE_BYTES
         if (not named or not held) and is_held and (condition.utilisation or 0) > BUSY_SHARE:
             yield one.verdict("busy", f"others keep it busy {condition.utilisation:.0%} of the time", advice)
@@ -442,7 +442,7 @@ def _throttled(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
         (one, [HELD_DOWN[reason] for reason in one.condition.clock_reasons or () if reason in HELD_DOWN])
         for one in peers
     ]
-    # True if most of at least three peers are in use by other processes.
+    # True if the clocks of most peers are held down, out of at least three peers.
     common = len(peers) > 2 and 2 * sum(bool(reasons) for _, reasons in held) > len(peers)
     others = "are held down too" if common else "" if len(peers) == 1 else "run freely"
     for one, reasons in held:

@@ -1,8 +1,8 @@
 """Times collectives on the groups of slots that plans use.
 
 All groups of a dimension run at the same time, as in training, so the times contain contention between them. On CPUs
-every collective directly follows some computing, as in training: the same processor sends, adds and computes, so a busy
-rank waits for the processor and then for its peers. On GPUs several calls run in a row between two CUDA events, because
+every collective directly follows some computing, as in training. One processor then sends, adds and computes, so a busy
+rank waits for the processor and for its peers. On GPUs several calls run in a row between two CUDA events, because
 training hides launches and waits of the host.
 """
 
@@ -32,7 +32,7 @@ without computing before. The message took 4.3 to 5.1 ms after 2, 5 or 15 ms of 
 training."""
 SMALL_BYTES, MORE_REPEATS = 256 << 10, 2
 """On CPUs, collectives up to 256 KiB are repeated twice as often, because short collectives scatter most."""
-MOST_CALLS, CALLS_S = 16, 10e-3  # Most calls, and longest time of several calls, in a value on a GPU
+MOST_CALLS, CALLS_S = 16, 10e-3  # A value on a GPU is the mean of up to 16 calls, of 10 ms together
 DEADLINE_SHARE = 0.8
 """A worker gives up after this share of the time limit. At the limit NCCL's watchdog would end the worker without a
 reason."""
@@ -178,7 +178,7 @@ class _Timer:
         return lambda call: queued.seconds(call, number, timeout_s=self._limit_s)
 
     def reach_bytes(self, most_bytes: int, budget: Budget) -> int:
-        """Return the bytes of the largest tensor that fits into the time, judged by the largest size so far; or 0."""
+        """Return the size (bytes) of a larger tensor that fits into the time left; 0 = no further size is timed."""
         if not self.timed:
             return 0
         known_bytes, samples = list(self.timed.items())[-1]
@@ -213,7 +213,7 @@ def _action(kind: CollectiveKind, elements: int, size: int, *, group: dist.Proce
 
 
 def _first_try(action: Call) -> str:
-    """Run a first collective, which opens connections; returns the reason if the backend lacks it, else ''."""
+    """Run a first collective, which opens connections; returns why the backend lacks this collective, else ''."""
     try:
         action()
     except (NotImplementedError, RuntimeError, ValueError) as error:

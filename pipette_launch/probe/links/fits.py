@@ -1,4 +1,4 @@
-"""Lines (latency and seconds per byte) from timed messages and collectives, and matrices of links. Pure."""
+"""Pure functions that fit lines (latency and seconds per byte) to timed messages and collectives, and fill matrices."""
 
 # H = hosts, D = devices of one host (rails), row sends to column.
 
@@ -21,8 +21,8 @@ from pipette_launch.probe.messages import GroupSamples, LinkSamples, WarmupOrder
 from pipette_launch.text import rate_text
 
 MAX_SEND_ENTRIES = 4096
-"""With more measured pairs than this, only unstable pairs get an entry besides the matrices."""
-UNEVEN_RAILS = 0.10  # With more pairs than that, rails are stored only if rates differ by more than this share
+"""If more pairs were measured, only unstable pairs have an entry of their own. The matrices have all pairs."""
+UNEVEN_RAILS = 0.10  # If more pairs were measured, rails are stored only if their rates differ by more than this share
 
 
 def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Line:
@@ -55,7 +55,7 @@ class LinkFit(NamedTuple):
     """Relative spread of the times of the largest message."""
     sizes_bytes: tuple[int, ...]
     together: Line | None = None
-    """Line of the times until the last rail had finished; None if there is one rail."""
+    """Fitted line of the times until the last rail had finished; None if there is one rail."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -155,7 +155,7 @@ class EarlierLinks(NamedTuple):
 
 
 class FoundLinks(NamedTuple):
-    """The part of the measurements that describes links."""
+    """Results of the warm-up on links."""
 
     between: Links
     within: tuple[Links, ...]
@@ -285,7 +285,7 @@ def _unstable(fits: Mapping[Pair, LinkFit], options: WarmupOrder) -> tuple[str, 
 
 
 def group_times(dimensions: Sequence[Dimension], results: Sequence[WorkerResult]) -> tuple[CollectiveTime, ...]:
-    """Return the line of the median group for each kind of collective and dimension, judged by the largest message."""
+    """Return the line of the median group for each kind of collective and dimension, ranked by the largest message."""
     seen: dict[tuple[str, int], dict[int, GroupSamples]] = {}
     for result in results:
         for samples in result.collectives:

@@ -1,10 +1,10 @@
-"""Times messages between pairs of slots: between hosts, and between the devices of one host, both ways.
+"""Times messages between pairs of slots: between hosts, and between the devices of one host, in both directions.
 
 Pairs are measured in rounds of disjoint pairs. Links that look slow are measured again.
 
-Both ends of a pair, and all pairs of a round, must agree on the next message. So a round is a sequence of steps. Before
-each step every sender computes how many messages of each size it wants (`Tally`). One small all-reduce takes the
-largest number of each pair's rails. A round ends when no sender wants more messages.
+All ranks must agree on the next messages. So a round is a sequence of steps. Before each step every sender computes how
+many messages of each size the sender still wants (`Tally`). A small all-reduce then takes the largest of these numbers
+over the rails of a pair. A round ends when no sender wants more messages.
 
 All rails (pairs of equal device index) of a pair of hosts are measured together. Every message begins on all rails at
 once, and the time of the hosts ends when the last rail has finished. Tensor-parallel ranks of a pipeline stage send to
@@ -12,8 +12,8 @@ the next stage in the same way. All messages use the communicator of all ranks, 
 would cost far more than the measurement.
 
 Links with a rate limit let a burst pass at line speed before they limit the rate (for example 128 kB by tc's token
-bucket). So every size begins with untimed messages as large as several bursts, and messages follow each other without a
-pause. The slope of a line comes from messages that are much larger than a burst.
+bucket). So every size begins with untimed messages, and messages follow each other without a pause. The slope of a line
+comes from messages that are much larger than a burst.
 """
 
 # H = hosts, D = devices of one host, S = slots.
@@ -47,7 +47,7 @@ from pipette_launch.probe.messages import MIN_SIZES, TINY_BYTES, LinkSamples, Wa
 Group: TypeAlias = tuple[Pair, ...]
 """Pairs of slots that are measured together: all rails of a pair of hosts, or one pair of devices in the same host."""
 FIRST_BYTES = 64 << 10  # Larger messages are sent only after a message of this size was timed
-EXCHANGES, EXCHANGED_BYTES = 8, 1 << 20  # Most exchanges, and most bytes of several exchanges, in a value on a GPU
+EXCHANGES, EXCHANGED_BYTES = 8, 1 << 20  # A value on a GPU is the mean of up to 8 exchanges, of 1 MiB together
 LEAD_S = 2e-3  # Time before each value on a GPU, in which the device is kept busy while the host queues the exchanges
 GROWTH = 16  # A size is sent only after a size at least 1/16 as large was timed
 TINY_REPEATS = 4  # Factor by which tiny messages are repeated more often, because their times scatter most
@@ -60,7 +60,7 @@ most 9 % too slow."""
 PARTNER_SHARE = 0.8
 """Share of the deadline in which a partner must answer. A rank that can name the silent partner then fails first."""
 LINKS_SHARE = 0.7  # Links may be timed until this share of the budget is spent; the rest is for collectives
-MAX_DECISIONS = 32  # Most checks by rank 0 whether time is left; each check is a store access of every rank
+MAX_DECISIONS = 32  # Rank 0 checks at most 32 times whether time is left, because every rank then reads the store
 LEAST_DIRECTION_S = {"cpu": 0.1, "cuda": 0.02}
 MOST_DIRECTION_S = 1.0
 AGREE = 1.25  # Two measurements agree if the later one is faster by at most this factor
@@ -116,8 +116,8 @@ def condensed(samples: Samples) -> Samples:
     """Return three values around the lower quartile, with the spread of all values, and the last warm-up.
 
     The lower quartile is used because a disturbance only slows a message down. On links with a set rate, the error of
-    medians was up to half larger, and the fastest value is too fast if a queue was empty. Three values are kept
-    because, with 64 hosts of 8 devices, all values of all links would be 50 MB of text on rank 0.
+    medians was up to 1.5 times the error of lower quartiles. The fastest value is too fast if a queue was empty. Three
+    values are kept because, with 64 hosts of 8 devices, all values of all links would be 50 MB of text on rank 0.
     """
     quartile = float(np.quantile(samples.values_s, 0.25))
     away = quartile * samples.spread
@@ -127,7 +127,7 @@ def condensed(samples: Samples) -> Samples:
 
 
 def one_way(round_trips: Sequence[Samples]) -> tuple[Samples, ...]:
-    """Subtract the acknowledgement from each round trip: half of the tiny message's round trip, the first entry."""
+    """Subtract the acknowledgement's time: half of the first entry, which is the round trip of the tiny message."""
     back_s = round_trips[0].median_s / 2
     return tuple(
         replace(samples, values_s=tuple(max(value - back_s, min(value, back_s)) for value in samples.values_s))
@@ -145,7 +145,7 @@ class Tally:
     """Number of values of each size before their spread is computed."""
     warmups: int
     bound_s: float
-    """Seconds for this direction; the least number of messages is sent in any case."""
+    """Time limit of this direction in seconds. The least number of messages is sent even if they take longer."""
     is_queued: bool = False
     """True if each value is a mean of `num_exchanges` exchanges, as on GPUs."""
     warm_s: list[list[float]] = field(init=False)
@@ -174,12 +174,12 @@ class Tally:
         """Return the number of messages of each size that should follow; all 0 = no more messages are needed.
 
         Warm-ups come first, from small to large, up to the first size for which no time is left. Then up to `repeats`
-        values follow if they fit into the time. The number of values doubles while they still scatter.
+        values follow if they fit into the time. The number of values doubles while the values still scatter.
         """
         return self._next_warmups() or self._next_values() or (0,) * len(self.sizes)
 
     def samples(self, *, own: bool = False) -> tuple[tuple[int, ...], tuple[Samples, ...]]:
-        """Return sizes and times, until all rails had finished; with `own`, the times of this rail alone."""
+        """Return sizes, and times until all rails had finished; with `own`, the times of this rail alone."""
         timed = zip(self.sizes, self.own_s if own else self.values_s, self.warm_s, strict=True)
         kept = {
             size: Samples(
@@ -282,11 +282,11 @@ class LinkMeter:
     def measure(
         self, rounds: Sequence[Sequence[Pair]], *, first: int = 1, of: int = 0, within: bool = False
     ) -> tuple[LinkSamples, ...]:
-        """Measure pairs of hosts, all rails at once, or pairs of local devices, in every host at once.
+        """Measure pairs of hosts on all rails at once, or, with `within`, pairs of local devices in all hosts at once.
 
-        Each of `rounds` has disjoint pairs of hosts, or of local devices with `within`. Progress and error messages
-        show round number `first` of `of` rounds; 0 = the length of `rounds`. Raises ProbeError with a slot and the
-        round if a partner does not answer by the deadline.
+        Each of `rounds` has disjoint pairs. Progress and error messages show round number `first` of `of` rounds; 0 =
+        the length of `rounds`. Raises ProbeError with a slot and the round if a partner does not answer by the
+        deadline.
         """
         num_hosts, size = len(self.options.hosts), self.options.devices_per_host
         found: list[LinkSamples] = []
@@ -446,7 +446,7 @@ def measure(
     budget: Budget,
     between: Sequence[Round] | None = None,
 ) -> WorkerResult:
-    """Time pairs of local devices and pairs of hosts, and slow pairs again; every rank makes this call.
+    """Time pairs of local devices and pairs of hosts, and time slow pairs of hosts again; every rank makes this call.
 
     The result has this rank's samples as a sender, and notes on rounds that were skipped.
 
@@ -493,7 +493,7 @@ def measure(
 
 
 def in_turns(between: Sequence[Round], within: Sequence[Round]) -> list[tuple[bool, int, Round]]:
-    """Alternate rounds between hosts and within hosts: (whether between hosts, number from 1, pairs).
+    """Alternate rounds between hosts and rounds within hosts: (true if between hosts, number from 1, pairs).
 
     If the budget runs out, both kinds then have some measurements.
     """
@@ -511,7 +511,7 @@ def settled(
     largest: Callable[[float], float],
     has_time: Callable[[], bool],
 ) -> tuple[LinkSamples, ...]:
-    """Measure links until two measurements agree; returns the fastest measurement of each link.
+    """Measure links until two measurements in a row agree; returns the fastest measurement of each link.
 
     On a virtual machine that had been idle for a minute, the first large messages inside hosts took two to four times
     as long as a few seconds later (5 MB: 39 to 113 MB/s, later 140 to 330). The first measurement may thus be slow, for

@@ -64,7 +64,7 @@ single changed link says nothing about other links."""
 GRID, BLUR = 0.005, 0.01
 """Step of the histogram of links and width of its smoothing kernel, in log bandwidth. A few percent of noise must not
 look like a tier of switches."""
-VALLEY = 0.5  # Largest density between two tiers, as a share of the lower peak (less its uncertainty)
+VALLEY = 0.5  # Two tiers differ if the density of links between the tiers is below this share of the lower peak
 LEAST_LINKS, LEAST_SEEN = 6, 200  # Fewest links of a tier, and fewest links in total for inferring tiers
 FAR_SHARE = 0.1  # A group is split only if more than this share of the links inside the group are far
 MOST_LEVELS = 3
@@ -219,7 +219,7 @@ def groupings_of(num_hosts: int, lines: Lines) -> tuple[Grouping, ...]:
 
 
 def scouting_round(num_hosts: int, lines: Lines, rng: np.random.Generator) -> Round:
-    """Choose pairs that best show which hosts are near; empty if no groups are visible, or no pair is open.
+    """Choose pairs that best show which hosts are near; empty if no groups are visible, or if every pair is decided.
 
     Each pair tests whether the groups of its hosts are one group, at the widest level that is still undecided.
     Different pairs test different groups.
@@ -243,7 +243,7 @@ def scouting_round(num_hosts: int, lines: Lines, rng: np.random.Generator) -> Ro
 
 
 def lowest_level(log_N: Floats) -> float | None:
-    """Return the log bandwidth that separates far from near links: their density's lowest valley; None = no valley."""
+    """Return the log bandwidth between far and near links, at the lowest valley of their density; None = no valley."""
     if len(log_N) < LEAST_SEEN:
         return None
     grid = np.arange(log_N.min() - 4 * BLUR, log_N.max() + 4 * BLUR, GRID)
@@ -299,7 +299,7 @@ def _grouped(num_hosts: int, one_N: Ints, other_N: Ints, near_N: NDArray[np.bool
 def _with_small_groups_dissolved(group_H: Ints, outer_H: Ints, one_N: Ints, other_N: Ints, log_N: Floats) -> Ints:
     """Put hosts of small groups into the large group with the best links to them, inside the same outer group.
 
-    A host is in a small group if it is slow, so that all its links look far, or if only far links were measured.
+    A host is in a small group if all links of a slow host look far, or if only far links of the host were measured.
     """
     count = int(group_H.max()) + 1
     size_C = np.bincount(group_H, minlength=count)
@@ -327,7 +327,8 @@ class Estimate(NamedTuple):
 def estimate(num_hosts: int, lines: Lines, places: Sequence[Place] = ()) -> Estimate:
     """Estimate the links that were not measured: bandwidth = tier of switches * f(sender, receiver).
 
-    All parameters are quantiles of logarithms, because each host has few measured links, and some are disturbed.
+    All parameters are quantiles of logarithms, because each host has few measured links, and some of these links are
+    disturbed.
 
     `lines` has at least one line, and may have only one direction of a pair. `places` has the switches above each host;
     if these are not known, tiers are inferred from the links.
@@ -371,7 +372,7 @@ def _as_product(log_HH: Floats, tier_HH: Ints) -> Floats:
 
 
 def _host_factors(left_HH: Floats, share: float) -> Floats:
-    """Return each host's (row's) log factor against the median host: a quantile of its links, shrunk if few."""
+    """Return each host's (row's) log rate minus the median host's: a quantile of its links, shrunk if links are few."""
     ranked_HH = np.sort(left_HH, axis=1)
     count_H = (~np.isnan(ranked_HH)).sum(axis=1)
     at_H = np.floor(share * np.maximum(count_H - 1, 0)).astype(np.int64)
@@ -404,7 +405,7 @@ class Pass(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Survey:
-    """The links known so far, and the rounds in which these were measured."""
+    """Links known so far, and the scouting and plan rounds."""
 
     num_hosts: int
     lines: dict[Pair, Line]
@@ -435,7 +436,7 @@ class Survey:
         """Return whether all cached links must be measured again.
 
         The links of few hosts are measured quickly, and a slow link shows only by comparison with all other links. So
-        with few hosts one changed link is enough to measure all links again, as is a pass that could check no link.
+        with few hosts, all links are measured again after one changed link, or after passes that could check no link.
         """
         changed, measured = len(self.changed), sum(one.new for one in self.passes)
         if are_few:
@@ -443,7 +444,7 @@ class Survey:
         return changed >= STALE_LEAST and changed > STALE * measured
 
     def words(self) -> str:
-        """Describe the pass in one sentence."""
+        """Describe the plan rounds and scouting rounds in one sentence."""
         passes = [one for one in self.passes if not one.is_scouting]
         measured, rounds = sum(one.new for one in passes), sum(one.rounds for one in passes)
         scouting = self.rounds - rounds
@@ -521,7 +522,7 @@ def survey(
     allows: Callable[[], bool] = lambda: True,
     seed: int = 0,
 ) -> Survey:
-    """Scout, then measure links that plans use, until all these are measured, or rounds or time are spent.
+    """Scout, then measure links that plans use, until all of these links are measured, or rounds or time are spent.
 
     `known` has links in both directions and is not empty. If `known` is cached from an earlier warm-up, plans use these
     links without optimism and may measure them again. Otherwise the rounds of `known` count towards `most_rounds`.

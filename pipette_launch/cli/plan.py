@@ -46,7 +46,7 @@ def _plan(args: Namespace) -> int:
     request = PlanRequest(**{**given, "arguments": tuple(args.arguments)})
     problem = read_problem(request)
     if args.out is not None:
-        # Checked before the search, because a file that cannot be written would lose the plan.
+        # Check the file before the search, because the plan would be lost if the file cannot be written.
         with flags.writing("--out", args.out):
             files.check_writable(args.out)
     ticker = Ticker(ProgressLine(sys.stderr, head="pipette plan: "), "searching, {:.0f} s".format)

@@ -1,4 +1,4 @@
-"""Screen that compares plans: step time, parts of the step, memory, proof, and number of ranks on another device."""
+"""Screen that compares plans: step time and its parts, memory, gap to the lower bound, and ranks on other devices."""
 
 from __future__ import annotations
 

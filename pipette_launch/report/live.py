@@ -1,4 +1,4 @@
-"""Views of a running job: a screen, a line for a log, and rows that screens and pages share."""
+"""Views of a running job: a screen of named rows, and a line for a log."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def live_rows(job: LiveJob, steps_s: Sequence[float]) -> Iterator[Row]:
 
     Args:
         steps_s: observed step times (s), the newest last.
+
 
     """
     where = f" on {job.nodes} nodes, {job.host} first" if job.nodes > 1 else f" on {job.host}" if job.host else ""
@@ -80,6 +81,7 @@ def live_screen(job: LiveJob, steps_s: Sequence[float], *, width: int | None = N
 
     Args:
         steps_s: observed step times (s), the newest last.
+
 
     """
     sections: list[tuple[str, list[Line]]] = []

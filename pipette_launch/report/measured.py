@@ -16,7 +16,7 @@ MOST_VERDICTS = 5
 HEADINGS = {"stops": "Stops", "slows": "Slows", "fine": "Fine"}
 UNSEEN = "not checked, because one machine alone cannot: clocks that differ between nodes, links, firewalls"
 MOST_COLUMNS = 8
-"""Most hosts in a matrix on a screen."""
+"""Largest number of hosts in a matrix of links on a screen."""
 MOST_ROWS = 12
 ORIGINS = {
     "cached": "kept from an earlier start",
@@ -32,6 +32,7 @@ def health(verdicts: Sequence[Verdict], *, where: str = "cluster.json", most: in
     Args:
         where: file or page that lists the remaining faults.
         most: largest number of sentences.
+
 
     """
     groups: dict[tuple[bool, str, str, str], list[Verdict]] = {}
@@ -73,6 +74,7 @@ def measured_screen(
         title: command that shows the screen.
         saved_to: path of the file with the measurements; None if there is no file.
 
+
     """
     cluster = measurements.cluster
     versions = ", ".join(f"{name} {version}" for name, version in sorted(measurements.versions.items()))
@@ -93,7 +95,7 @@ def measured_screen(
 
 
 def what_the_plan_rests_on(plan: Plan, measurements: Measurements | None) -> Iterator[Line]:
-    """Return lines on the measurements behind a plan, or on the plan's origin if this start measured nothing."""
+    """Return lines on the measurements behind a plan, or on the plan's origin if nothing was measured now."""
     source, made_at = plan.provenance.source, plan.provenance.made_at
     if measurements is None:
         yield f"nothing in this start: the plan was {ORIGINS[source]}; it was made at {made_at}"

@@ -41,14 +41,14 @@ WHOLE = sys.maxsize
 MOST_LINES = 40
 """Largest number of lines of a short screen at 100 columns."""
 LISTINGS = ((6, True), (5, True), (4, True), (4, False), (3, False), (2, False), (1, False))
-"""Variants of a short screen: (most lines of a listing, whether there are empty lines). The first fit is drawn."""
+"""Variants of a short screen, the fullest first: (most lines of a listing, whether empty lines separate sections)."""
 MOST_HOST_LINES, SHORT_HOST_LINES = 12, 3
 HOST_GAP = 3
 LEAST_ROWS = 2
 """Least number of rows of a listing: the chosen configuration and the user's own configuration."""
 MOST_REASONS = 5
 OUTCOME_WIDTH = 84
-"""Number of columns of an outcome line: 100 without the prefix of the log."""
+"""Number of columns of an outcome line: 100 minus the 16 columns of the log's prefix."""
 
 
 def plan_screen(
@@ -73,6 +73,7 @@ def plan_screen(
         drawn_to: path of the plan's HTML report; None if there is no report.
         unsaved: reason why no file was written, with a remedy; empty if no file was requested.
         is_whole: true for all notes and listings, at any length.
+
 
     """
     wide = columns(width, sys.stderr)
@@ -112,12 +113,13 @@ def plan_file_screen(
         drawn_to: path of the plan's HTML report; None if there is no report.
         is_whole: true for all notes and listings, at any length.
 
+
     """
     setting, wide = plan.setting, columns(width, sys.stdout)
     where = _where(saved_to, drawn_to, otherwise="-v shows them, --out FILE keeps them")
 
     def draw(most: int, has_gaps: bool) -> str:
-        # The flags to paste repeat the changes of flags.
+        # A short screen omits the changes of flags, because the flags to paste below the frame show the same changes.
         shows_flags = setting is not None and is_whole
         sections: tuple[Section, ...] = (
             ("Job", _job(plan)),

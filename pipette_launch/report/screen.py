@@ -49,6 +49,7 @@ def grid(columns: str, rows: Iterable[Sequence[Line]], *, gap: int = 2) -> Table
         columns: a letter for each column: `r` = aligned right, `l` = aligned left, `w` = aligned left and wrapped.
         gap: number of spaces after each column.
 
+
     """
     from rich.table import Table
 
@@ -109,6 +110,7 @@ def screen(
         has_gaps: whether empty lines separate the sections.
         stream: stream that will show the screen; None for stdout.
 
+
     """
     from rich.console import Console
     from rich.rule import Rule
@@ -140,7 +142,7 @@ def screen(
 
 
 NOT_MODELLED = "Not modelled: "
-"""Start of a note about an effect that the cost model omits. Screens only count these notes, but files list them."""
+"""Start of a note about an effect that the cost model omits. Most screens only count these notes. Files list them."""
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
 TELLING = re.compile(
     r"own configuration|user's own layout .* is ruled out|own layout could not be priced|something else may be running"
@@ -191,8 +193,8 @@ def limit_words(limit_bytes: int, free_bytes: int, margin: float, *, is_short: b
 def advice(notes: Sequence[str]) -> list[str]:
     """Pick the notes of a plan on which the user can act.
 
-    The picked notes name a flag, the user's own configuration or other work on the hosts. Notes after the notes on
-    effects that are not modelled are also picked, because notes on files, hosts and memory stand there.
+    The picked notes name a flag, the user's own configuration or other work on the hosts. Notes behind the last note on
+    an effect that is not modelled are also picked, because these notes concern files, hosts and memory.
     """
     later = max((index for index, note in enumerate(notes) if note.startswith(NOT_MODELLED)), default=len(notes))
     return [
@@ -225,6 +227,7 @@ def flag_lines(
         new_arguments: arguments that the script will get; None for the user's own arguments.
         width: columns of a line with several changes.
         most: largest number of lines; None for one change on each line.
+
 
     """
     styles = {"+": "green", "-": "red", "~": "yellow"}
@@ -265,6 +268,7 @@ def paste_text(old: Sequence[str], new: Sequence[str], *, width: int = 0) -> str
         old: arguments that the user gave.
         new: arguments under the plan.
         width: columns of a line; 0 puts one flag on each line.
+
 
     """
     added, deleted = changed_flags(old, new)

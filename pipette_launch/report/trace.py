@@ -28,7 +28,8 @@ CHOSEN, PROFILED, OWN, STEPS, LAYERS, LINKS = range(1, 7)
 """Process numbers (`pid`) of the views in the trace."""
 PASSES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 MOST_PASSES = 10_000
-"""Largest number of drawn passes over all ranks. A longer step shows the first passes of each rank."""
+"""Largest number of drawn passes over all ranks. A longer predicted step shows the first and last passes of each rank,
+and a longer profiled step shows the first passes."""
 MOST_TRACKS = 100
 """Largest number of tracks of layers. A track shows layers with the same sizes."""
 MOST_LINKS = 300
@@ -36,7 +37,7 @@ MOST_LINKS = 300
 MOST_STEPS = 200
 """Largest number of drawn measured steps."""
 SHORTEST_S = 1e-9
-"""Shortest drawn event; shorter events would be rounded to 0."""
+"""Shortest drawn event. The times of shorter events would be rounded to 0."""
 MESSAGE_BYTES = 1 << 20
 """Message size of a link's event. The event's duration is the time to send a message of this size."""
 
@@ -59,6 +60,7 @@ def trace_text(
 
     Raises:
         PlanError: the measured passes belong to another plan.
+
 
     """
     left_out: list[str] = []

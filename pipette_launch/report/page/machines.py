@@ -110,8 +110,9 @@ def links_view(plan: Plan, measurements: Measurements | None) -> dict[str, Any] 
     after = sorted(before, key=lambda index: min(plan.chosen.placement[index * each : (index + 1) * each]))
     own = rates[~np.eye(count, dtype=bool)]
     slowest, fastest = float(own.min()), float(own.max())
-    # A minimal range of the scale, so that small differences do not look large.
+    # The scale spans at least a factor of 2, so that small differences do not look large.
     scale = (min(slowest, fastest / 2), fastest)
+    # Islands are the planner's own groups of nearest hosts.
     tiers = tiers_of(links)
     islands = sorted(sorted(hosts.tolist()) for hosts in tiers.runs(0)) if tiers.num_tiers else []
     island_of = {place: number for number, island in enumerate(islands) for place in island}
@@ -151,7 +152,7 @@ def _matrix(
     """Sort hosts by `order`, and join neighbouring hosts into blocks. Each block shows its slowest link's rate."""
     least = math.ceil(len(order) / MOST_CELLS)
     largest = max(np.bincount(list(island_of.values())), default=0)
-    # Blocks have the least number of hosts for MOST_CELLS, or more hosts if blocks then fill the largest island.
+    # A block has the least number of hosts for MOST_CELLS rows, or a larger number that divides the largest island.
     size = next((size for size in range(least, largest + 1) if largest % size == 0), least)
     starts = list(range(0, len(order), size))
     blocks = [order[first : first + size] for first in starts]

@@ -44,6 +44,7 @@ def bar(label: str, segments: Sequence[Segment], *, kinds: Sequence[str], whole:
         whole: the size that the full width stands for.
         total: text after the end of the bar.
 
+
     """
     shown = [segment for segment in segments if segment.size > 0]
     return {
@@ -82,7 +83,7 @@ class Axis(NamedTuple):
 
     @classmethod
     def around(cls, values: list[float], *, from_zero: bool = False) -> Axis:
-        """Return an axis around the values, with a margin of 10 % of their spread or 2 % of the largest value."""
+        """Return an axis around the values, with a margin of 10 % of their spread, and at least 2 % of the largest."""
         low, high = (0.0 if from_zero else min(values)), max(values)
         spare = max((high - low) / 10, abs(high) / 50) or 1.0
         return cls(low=0.0 if from_zero else low - spare, high=high + spare)
@@ -137,7 +138,7 @@ def memory_view(plan: Plan, picture: Picture | None) -> dict[str, Any]:
 
 
 def limit_in_view(limit_bytes: int, need_bytes: int) -> bool:
-    """Return true if a scale up to the memory limit still shows the need. Else only a sentence has the limit."""
+    """Return true if bars stay visible on a scale up to the memory limit. Otherwise only a sentence names the limit."""
     return limit_bytes <= 5 * need_bytes
 
 

@@ -17,7 +17,6 @@ import log_lines
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_batch_on_this_cp_rank
 
 
 def run(args: Namespace, device: torch.device) -> None:
@@ -125,14 +124,9 @@ class Run:
 
     def _forward(self, batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
         window = next(batches)
-        batch = {
-            "tokens": window[:, :-1].contiguous(),
-            "labels": window[:, 1:].contiguous(),
-            "positions": torch.arange(self.args.seq_length, device=self.device).repeat(len(window), 1),
-        }
-        batch = get_batch_on_this_cp_rank(batch)
+        positions = torch.arange(self.args.seq_length, device=self.device).repeat(len(window), 1)
         # Without a mask megatron-core's attention is causal.
-        output = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
+        output = model(_own(window[:, :-1]), _own(positions), None, labels=_own(window[:, 1:]))
         return output, self._loss
 
     def _loss(self, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -246,6 +240,13 @@ class ParameterHooks:
         yield
         for chunk in self._trainee.chunks:
             chunk.enable_forward_pre_hook()
+
+
+def _own(samples: torch.Tensor) -> torch.Tensor:
+    """Cut this rank's part of (samples, sequence): an early and a late chunk, so that all ranks attend to equally much."""
+    rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    chunks = samples.chunk(2 * size, dim=1)
+    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim=1)
 
 
 def _say_text(args: Namespace, text: byte_text.Bytes, device: torch.device) -> None:

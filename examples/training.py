@@ -243,7 +243,7 @@ class ParameterHooks:
 
 
 def _own(samples: torch.Tensor) -> torch.Tensor:
-    """Cut this rank's part of (samples, sequence): an early and a late chunk, so that all ranks attend to equally much."""
+    """Cut this rank's part of (samples, sequence): an early and a late chunk, so that ranks attend to equally much."""
     rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
     chunks = samples.chunk(2 * size, dim=1)
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim=1)

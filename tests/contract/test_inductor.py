@@ -36,7 +36,7 @@ def trial_variables(monkeypatch: pytest.MonkeyPatch, tmpdir: Path, environ: dict
         patch.delenv(COMPILED, raising=False)
         for name, value in environ.items():
             patch.setenv(name, value)
-        trial = TrialRun(Mock())
+        trial = TrialRun(Mock(), Mock(), Mock(), "")
         trial.open_logs()
         variables = trial.variables
         trial.drop_logs()

@@ -270,9 +270,9 @@ class Coordinator:
     def after_warmup(self, decision: Decision, failure: str) -> Decision:
         """Make a plan from the measurements. `failure` is the reason why the warm-up failed, or empty."""
         bare = replace(decision, phase="train", probe_options="", reason="")
-        order = files.loads(WarmupOrder, decision.probe_options, "the order of the warm-up")
 
         def weigh() -> Decision:
+            order = files.loads(WarmupOrder, decision.probe_options, "the order of the warm-up")
             self.planner.job = order.job
             if failure:
                 raise ProbeError(failure)

@@ -204,7 +204,10 @@ class Policy:
         out = hosts_to_leave(sick, hosts)
         rest = tuple(host for host in hosts if host not in out)
         named, them = ", ".join(out), "it" if len(out) == 1 else "them"
-        hindrance = self._too_few(len(rest), len(hosts)) or why_not(rest)
+        hindrance = "no healthy node would be left"
+        if rest:
+            few = f"{len(rest)} of {len(hosts)} nodes would be left, and --nnodes needs at least {self.least_nodes}"
+            hindrance = few if len(rest) < self.least_nodes else why_not(rest)
         if hindrance:
             start = "add a spare node"
             if 0 < len(rest) < self.least_nodes:
@@ -219,13 +222,6 @@ class Policy:
             leave_out=out, reasons=(*words, f"{named} {does} on standby, because of --pipette-on-sick=exclude")
         )
 
-    def _too_few(self, left: int, total: int) -> str:
-        if left >= max(self.least_nodes, 1):
-            return ""
-        if left == 0:
-            return "no healthy node would be left"
-        return f"{left} of {total} nodes would be left, and --nnodes needs at least {self.least_nodes}"
-
     def with_spares(self, ruling: Ruling, verdicts: Sequence[Verdict], hosts: Sequence[str], why_not: WhyNot) -> Ruling:
         """Choose spares among the remaining hosts: sick hosts first, then the last hosts in torchrun's order."""
         count, least = self.spares, self.least_nodes
@@ -236,18 +232,17 @@ class Policy:
         sick = hosts_to_leave([one for one in verdicts if one.is_sick and one.host in left], left)
         order = sorted(left, key=lambda host: (host not in sick, -left.index(host)))
         spares = tuple(host for host in left if host in order[:num_spares])
-        words: tuple[str, ...] = ()
+        reasons = list(ruling.reasons)
+        if hindrance := why_not(tuple(host for host in left if host not in spares)) if spares else "":
+            reasons.append(f"--pipette-spares {count}: the job has no spare: without {', '.join(spares)} {hindrance}")
+            return replace(ruling, reasons=tuple(reasons))
         if num_spares < count:
             has = f"the job has {num_spares} {plural('spare', num_spares)}"
-            words = (f"--pipette-spares {count}: --nnodes needs {least} of {len(left)} nodes, so {has}",)
-        hindrance = why_not(tuple(host for host in left if host not in spares)) if spares else ""
-        if hindrance:
-            words = (f"--pipette-spares {count}: the job has no spare: without {', '.join(spares)} {hindrance}",)
-            return replace(ruling, reasons=(*ruling.reasons, *words))
+            reasons.append(f"--pipette-spares {count}: --nnodes needs {least} of {len(left)} nodes, so {has}")
         if spares:
             does = "stands by as a spare" if len(spares) == 1 else "stand by as spares"
-            words = (*words, f"{', '.join(spares)} {does}, because of --pipette-spares")
-        return replace(ruling, spares=spares, reasons=(*ruling.reasons, *words))
+            reasons.append(f"{', '.join(spares)} {does}, because of --pipette-spares")
+        return replace(ruling, spares=spares, reasons=tuple(reasons))
 
 
 def measured(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:

@@ -20,7 +20,7 @@ from pipette_launch.facts.messages import Arrival, Decision, Member, Members, No
 
 PROBE_S = 0.5
 PROOF_S = 1.5
-"""Seconds for an agent to answer, if other agents believe that the agent is lost."""
+"""Seconds that an agent gets to answer, if other agents believe that the agent is lost."""
 REJOIN = "rejoin"
 """Answer that sends all agents through torch's rendezvous again, because another node waits there."""
 LEFT_OUT = "left out"
@@ -252,7 +252,7 @@ class Membership:
         return arrivals
 
     def _probe(self, missing: Sequence[Member], missed_s: dict[str, float]) -> None:
-        """Mark missing agents as lost that have not answered for long; `missed_s` has the time of the first failure."""
+        """Mark agents as lost that have not answered for long; `missed_s` maps tokens to the first failure's time."""
         with ThreadPoolExecutor(min(len(missing), 32)) as pool:
             found = list(pool.map(self._look_for, missing))
         now_s = time.monotonic()

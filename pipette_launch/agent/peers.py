@@ -51,7 +51,7 @@ class LostFinder(threading.Thread):
             self.start()
 
     def stop(self) -> None:
-        """Stop after the pending request was answered or timed out."""
+        """Stop the thread, after the pending request was answered or timed out."""
         self._is_over.set()
         self._has_answer.wait(HOST_SILENCE_S)
 

@@ -96,7 +96,7 @@ class FirstIteration:
         self._seen = self._published = False
 
     def see(self) -> None:
-        """Note an iteration; called by the thread that reads the workers' output."""
+        """Note that this node's workers printed an iteration; called by the thread that reads their output."""
         self._seen = True
 
     def share(self) -> None:

@@ -24,7 +24,7 @@ FALSE_WORDS = ("0", "false", "f", "no", "n")
 """Values that torch reads as false in --rdzv-conf."""
 STATIC_PORT = 29500
 C10D_PORT = 29400
-"""Default ports of torch."""
+"""Ports of torch's static and c10d rendezvous if the user names none."""
 STATIC_JOIN_S, STATIC_READ_S = 900, 300
 """Default seconds that torch's static rendezvous waits for the nodes and for its store; seconds for each answer of the
 store."""
@@ -168,7 +168,7 @@ class RendezvousSettings:
 
     @property
     def host_and_port(self) -> tuple[str, int]:
-        """Host and port of the endpoint."""
+        """Host and port of the rendezvous."""
         return parse_rendezvous_endpoint(self.endpoint, default_port=C10D_PORT)
 
     def store_elsewhere(self) -> Member | None:

@@ -127,7 +127,7 @@ class AgentStore:
     def take(self, key: str, *, what: str, deadline_s: float) -> str:
         """Wait for a text; error messages name the text by `what`.
 
-        Raises ClusterError if the text was not published in time. Raises RoundOver if the text will never be published.
+        Raises ClusterError if the text was not published in time. Raises RoundOver if an agent called a meeting.
         """
         end = time.monotonic() + deadline_s
         pauses_s = growing_pauses()

@@ -229,7 +229,7 @@ class WatchedLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Folder of the logs."""
+        """Folder of the workers' logs, as the user chose."""
         return self._inner.root_log_dir
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:

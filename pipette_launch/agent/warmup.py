@@ -40,7 +40,7 @@ AWAY_S = 5.0
 """If an agent did not look at its workers for this time (s), the agent itself was stopped, and cannot judge its
 workers."""
 SETTLE_S = 0.3
-"""Seconds between alarm and reports, because a dying worker closes its connections before it ends."""
+"""Seconds between an alarm and the report of a node, because a dying worker closes its connections before it ends."""
 REPORT_S = 5.0
 """Seconds that an agent gets to answer an alarm. Agents look for alarms several times a second."""
 VERDICT_S = REPORT_S + 5.0
@@ -251,7 +251,7 @@ class Warmup(PhaseBeforeTraining):
     def following(self) -> Decision:
         """Return the plan of the deciding node, which needs the measurements of the node of RANK 0.
 
-        Raises ClusterError if the plan did not come in time. Raises RoundOver if the plan will never come.
+        Raises ClusterError if the plan did not come in time. Raises RoundOver if an agent called a meeting.
         """
         store = self._round_store
         # The deciding node comes first in torchrun's order, unless it is on standby.

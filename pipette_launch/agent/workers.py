@@ -100,10 +100,10 @@ def end(
 ) -> tuple[int, ...]:
     """Kill the workers of a warm-up or trial and their children; return process ids that the kernel could not end.
 
-    SIGKILL, because a stopped process takes no other signal and a warm-up has nothing to save. SIGTERM would not
-    protect other clients of CUDA's MPS: NVIDIA's manual asks for synchronised GPU work before any signal, and after a
-    failure that work may never end. Each worker leads its own session, so a worker's children can be found after the
-    worker's death. A child that left the session is found by its environment.
+    The signal is SIGKILL, because a stopped process takes no other signal and a warm-up has nothing to save. SIGTERM
+    would not protect other clients of CUDA's MPS: NVIDIA's manual asks for synchronised GPU work before any signal,
+    and after a failure that work may never end. Each worker leads its own session, so a worker's children can be found
+    after the worker's death. A child that left the session is found by its environment.
 
     Args:
         began_s: start of the workers, by `time.time`.

@@ -41,7 +41,7 @@ Judge: TypeAlias = "Callable[[Sequence[Host], Sequence[Sequence[DeviceCondition]
 
 
 class Coordinator:
-    """Decides for all nodes. Every agent has a coordinator, but only the first node's coordinator decides."""
+    """Decides what all nodes do next. Every agent has a coordinator, but only the first node's coordinator decides."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ def in_order(records: Sequence[NodeRecord]) -> Sequence[NodeRecord]:
 def unique_names(records: Sequence[NodeRecord], held: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Return a unique name for each host. Equal names are extended by the address or a number.
 
-    Names `held` in the last round, by token, stay, so that the loss of a host does not rename other hosts.
+    Hosts keep the names that they `held` in the last round, so that the loss of a host renames no other host.
     """
     here = {record.token for record in records}
     names = {token: name for token, name in (held or {}).items() if token in here}
@@ -189,7 +189,7 @@ class Policy:
     on_sick: OnSick
     spares: int = 0
     least_nodes: int = 1
-    """MIN of --nnodes."""
+    """MIN of --nnodes: fewest nodes that train."""
     is_static: bool = False
     """True if the rendezvous waits for all nodes and ignores --nnodes."""
 

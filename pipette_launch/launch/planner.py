@@ -45,7 +45,7 @@ class Planner:
         """
         self.versions: dict[str, str] = {}
         self.job: Job | None = None
-        """Job, as last read; None before the first reading and after a failed reading."""
+        """Job as the present decision has read it; None before the first successful reading."""
         self.patches: tuple[str, ...] = ()
         self.device_kind = ""
         self.cache = Cache(None, "")

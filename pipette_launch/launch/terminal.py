@@ -138,7 +138,7 @@ def parts_words(phase_s: Mapping[str, float], *, plan_s: float, total_s: float) 
 
 
 class Terminal:
-    """Prints to stderr as much as the user asked for. Every line outside a screen begins with `HEAD`."""
+    """Prints lines to stderr, as many as --pipette-quiet or --pipette-verbose ask for. Screens have no `HEAD`."""
 
     def __init__(self, options: Options) -> None:
         self._options = options

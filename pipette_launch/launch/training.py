@@ -70,7 +70,7 @@ class OutcomeTracker:
         return self._outcome() if self._is_done else None
 
     def _before_first(self) -> int:
-        """Return the iteration before the first logged line's iterations.
+        """Return the iteration before the first iteration that the first logged line covers.
 
         If Megatron logs every N iterations, the first line covers N iterations, as later lines do. Some trainers log
         their first iteration alone, and then the first line covers 1 iteration.
@@ -162,7 +162,7 @@ class Recovery:
         self._decided_s = self._clock()
 
     def sees(self, iteration: int) -> str:
-        """Note an iteration. Return a sentence for the user at a restart's first iteration, else an empty text."""
+        """Note an iteration; return a sentence for the user at the first iteration after a restart, else ""."""
         reached, self._reached, self.iteration = self._reached, 0, iteration
         if not reached:
             return ""
@@ -190,7 +190,7 @@ class Slowdown:
         self._is_told = False
 
     def add(self, step_time_s: float, iteration: int) -> str:
-        """Add a step time. Return a sentence for the user once, when steps pass the limit, else an empty text."""
+        """Add a step time. Return a sentence for the user once, when steps exceed the limit, else an empty text."""
         self._num_seen += 1
         if self._num_seen <= IGNORED_STEPS:
             return ""

@@ -45,6 +45,8 @@ WRITTEN = {
     "--no-check-for-nan-in-loss-and-grad": ("check_for_nan_in_loss_and_grad", "store_false", 0, None),
 }
 """Option string -> dest, action, nargs, type."""
+PLAYED = {"--mock-data", "--no-check-for-nan-in-loss-and-grad"}
+"""Written only for a script that the warm-up runs as one rank."""
 NOT_EVERYWHERE = {
     "batch_invariant_mode": "0.16+",
     "cpu_offloading_num_layers": "0.16+",
@@ -152,4 +154,4 @@ def test_every_refusal_is_documented() -> None:
     options = {flag.dest: option for release in releases() for option, flag in flag_table(release).items()}
     refused = [options[dest] for dest in REFUSED_DESTS]
 
-    assert [option for option in (*refused, *WRITTEN) if f"`{option}" not in text] == []
+    assert [option for option in (*refused, *(WRITTEN.keys() - PLAYED)) if f"`{option}" not in text] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,14 +108,7 @@ def _explain(args: Namespace) -> int:
         raise UsageError(f"unknown label {key!r}; {hint} (pipette explain lists all labels)")
     found = Explained(
         keys=tuple(
-            Explanation(
-                key=one,
-                what=meaning.what,
-                unit=meaning.unit,
-                how=meaning.how,
-                source=meaning.source,
-                value=_value_of(plan, one) if plan is not None else "",
-            )
+            Explanation(key=one, value=_value_of(plan, one) if plan else "", **asdict(meaning))
             for one, meaning in MEANINGS.items()
             if not words or one == key
         )

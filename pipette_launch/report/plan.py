@@ -192,6 +192,15 @@ def checkpoint_words(before: Choice, after: Choice) -> str:
     return "keeps TP and PP" if is_same else "reshards the checkpoint"
 
 
+def listed(plan: Plan, most: int = WHOLE) -> list[tuple[str, Choice]]:
+    """Return the plan's configurations, each with a role: chosen, yours, or an empty text for `most` alternatives."""
+    found = [("chosen, yours" if plan.keeps_own else "chosen", plan.chosen)]
+    found += [("", choice) for choice in plan.alternatives[:most]]
+    if not (plan.keeps_own or plan.own_fault):
+        found.append(("yours" if plan.own.fits else "yours, too large", plan.own))
+    return found
+
+
 def rank_ranges(ranks: Sequence[int]) -> str:
     """Return a text of ranks in their order, with shortened runs: `0-3 8 10`."""
     runs: list[list[int]] = []
@@ -256,13 +265,10 @@ def _step_times(plan: Plan, most: int) -> Iterator[Line]:
     if most < WHOLE and plan.trials is not None:
         # The section on trials shows the same configurations, with measured and predicted step times.
         return
-    shown = [(plan.chosen, "chosen, yours" if plan.keeps_own else "chosen")]
-    shown += [(choice, "") for choice in plan.alternatives[: max(most - LEAST_ROWS, 0)]]
-    if not (plan.keeps_own or plan.own_fault):
-        shown.append((plan.own, "yours" if plan.own.fits else "yours, too large"))
-    longest_s = max(choice.step_time_s for choice, _ in shown)
+    shown = listed(plan, max(most - LEAST_ROWS, 0))
+    longest_s = max(choice.step_time_s for _, choice in shown)
     rows = []
-    for choice, remark in shown:
+    for remark, choice in shown:
         style = "green" if choice is plan.chosen else "default"
         drawn = bar(choice.step_time_s / longest_s, style)
         words = seconds_text(choice.step_time_s), remark, choice.layout.words()

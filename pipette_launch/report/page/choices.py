@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from pipette_launch.facts import Choice, Layout, Plan
+from pipette_launch.facts import Choice, Plan
 from pipette_launch.facts.layout import FLAG_WORDS
 from pipette_launch.planning.picture import DrawnStep, Picture
 from pipette_launch.report.page.tables_and_bars import Axis, Segment, Table, bar, legend, limit_in_view, spaced
-from pipette_launch.report.plan import checkpoint_words
+from pipette_launch.report.plan import checkpoint_words, listed
 from pipette_launch.text import GIB, MIB, bytes_text, count_text, flops_text, seconds_text
 
 PARTS = (
@@ -87,6 +87,8 @@ def what_changes(plan: Plan) -> Table:
 
 def _configuration(choice: Choice, plan: Plan) -> dict[str, object]:
     layout, recompute, setting = choice.layout, choice.layout.recompute, plan.setting
+    # Layers of each pipeline rank, with + between its model chunks; empty if all chunks have equally many layers.
+    layers = ["+".join(map(str, layout.layers_per_chunk[rank :: layout.pp])) for rank in range(layout.pp)]
     again = " ".join(filter(None, (recompute.granularity, str(recompute.num_layers or ""), *recompute.modules)))
     return {
         "tensor parallel (tp)": layout.tp,
@@ -101,37 +103,28 @@ def _configuration(choice: Choice, plan: Plan) -> dict[str, object]:
         "micro-batches a step": layout.num_microbatches(setting.global_batch_size) if setting else "",
         **{words: "yes" if getattr(layout, name) else "no" for name, words in FLAG_WORDS.items()},
         "recompute": again,
-        "layers on each stage": _layers_words(layout),
+        "layers on each stage": " ".join(layers) if any(layers) else "",
         "step, predicted": seconds_text(choice.step_time_s),
         "fullest device": bytes_text(max(choice.memory_shown.need_bytes)),
     }
 
 
-def _layers_words(layout: Layout) -> str:
-    """Return the layers of each rank, with + between its model chunks; empty if all chunks have equally many layers."""
-    chunks = layout.layers_per_chunk
-    return " ".join("+".join(map(str, chunks[rank :: layout.pp])) for rank in range(layout.pp)) if chunks else ""
-
-
 def alternatives(plan: Plan) -> dict[str, Any]:
     """Return a chart of all configurations by step time and by memory of the fullest pipeline rank."""
-    listed = [("chosen", "chosen, yours" if plan.keeps_own else "chosen", plan.chosen)]
-    listed += [("alternative", "alternative", choice) for choice in plan.alternatives]
-    if not (plan.keeps_own or plan.own_fault):
-        listed.append(("yours", "yours" if plan.own.fits else "yours, too large", plan.own))
-    sizes = [max(choice.memory_shown.need_bytes) for _, _, choice in listed]
-    across = Axis.around([choice.step_time_s for _, _, choice in listed])
+    shown = [(role or "alternative", choice) for role, choice in listed(plan)]
+    sizes = [max(choice.memory_shown.need_bytes) for _, choice in shown]
+    across = Axis.around([choice.step_time_s for _, choice in shown])
     limit = plan.chosen.memory_shown.limit_bytes
     shows_limit = limit_in_view(limit, max(sizes))
     unit, unit_name = (GIB, "GiB") if max(sizes) >= GIB else (MIB, "MiB")
     up = Axis.around([size / unit for size in (*sizes, *([limit] if shows_limit else []))], from_zero=True)
-    best = front([(choice.step_time_s, size) for (_, _, choice), size in zip(listed, sizes, strict=True)])
+    best = front([(choice.step_time_s, size) for (_, choice), size in zip(shown, sizes, strict=True)])
     points, rows = [], []
-    for index, ((mark, role, choice), size) in enumerate(zip(listed, sizes, strict=True)):
+    for index, ((role, choice), size) in enumerate(zip(shown, sizes, strict=True)):
         words, step, memory = choice.layout.words(), seconds_text(choice.step_time_s), bytes_text(size)
         points.append(
             {
-                "mark": mark,
+                "mark": role.partition(",")[0],
                 "tip": f"{role}: {words}, {choice.schedule}\n{step} a step, {memory} on the fullest device",
                 "step_s": choice.step_time_s,
                 "bytes": size,
@@ -143,7 +136,7 @@ def alternatives(plan: Plan) -> dict[str, Any]:
         rows.append((words, role, step, memory, choice.schedule, "yes" if index in best else ""))
     return {
         "points": points,
-        "marks": list(dict.fromkeys(mark for mark, _, _ in listed)),
+        "marks": list(dict.fromkeys(point["mark"] for point in points)),
         "front": sorted((point["x"], point["y"]) for point in points if point["is_best"]),
         "x_ticks": [tick for tick in across.second_ticks(5) if 2 < tick[0] < 98],
         "y_ticks": [(up.percent(tick), f"{tick:g} {unit_name}") for tick in up.ticks()],

@@ -118,19 +118,10 @@ def message_sizes_bytes(job: Job, cases: Sequence[ComputeCase], kind: Literal["c
     return tuple(sorted({TINY_BYTES, low, middle, high}))
 
 
-def warmup(options_file: Path) -> WorkerCommand:
-    """Run one probe worker on every slot."""
-    return _module("pipette_launch.probe.run", str(options_file))
-
-
-def order_check(device_kind: str, tp: int, ranks: Sequence[int]) -> WorkerCommand:
-    """Check NCCL in the training's device order: over all devices of a node, and in each group of `tp` ranks."""
-    return _module("pipette_launch.probe.order_check", device_kind, str(tp), *map(str, ranks))
-
-
-def _module(name: str, *words: str) -> WorkerCommand:
-    # The check runs in the training's environment: torchrun sets the number of threads only for several workers.
-    return WorkerCommand(entrypoint=_python(), arguments=("-u", "-m", name, *words), environment={})
+def probe(program: str, *words: object) -> WorkerCommand:
+    """Run a program of `pipette_launch.probe` on every slot, in the environment that torchrun gives a training."""
+    arguments = ("-u", "-m", f"pipette_launch.probe.{program}", *map(str, words))
+    return WorkerCommand(entrypoint=_python(), arguments=arguments, environment={})
 
 
 def _python() -> str:

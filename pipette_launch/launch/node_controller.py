@@ -205,7 +205,8 @@ class NodeController(Controller):
         """Return the command that this node's workers run under a decision."""
         plan, choice = decision.plan, decision.choice
         if decision.checks_order and plan is not None and choice is not None:
-            return commands.order_check(plan.device_kind, choice.layout.tp, decision.ranks_of(self._token))
+            # The check covers all devices of this node, and each group of `tp` ranks.
+            return commands.probe("order_check", plan.device_kind, choice.layout.tp, *decision.ranks_of(self._token))
         if decision.phase != "warmup":
             node = self._node
             return commands.training(decision, self._options, node.entrypoint, node.arguments, folder=self._folder)
@@ -215,7 +216,7 @@ class NodeController(Controller):
         path = self._folder / "probe-options.json"
         order = files.loads(WarmupOrder, decision.probe_options, "the order of the warm-up")
         files.write(path, replace(order, progress_dir=str(self.progress_folder), output=str(self.measured_path)))
-        return commands.warmup(path)
+        return commands.probe("run", path)
 
     # -- output of the workers -------------------------------------------------------------------------------------
 

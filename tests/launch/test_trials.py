@@ -191,9 +191,8 @@ def test_a_check_waits_as_long_as_a_start_and_runs_no_script() -> None:
 
     assert (180.4, 0.0) == patience_s(check)
     assert (384.8, 0.0) == patience_s(replace(check, num_slots=(2048, 2048)))
-    assert ("-m", "pipette_launch.probe.order_check", "cuda", "2", "4", "6", "5", "7") == commands.order_check(
-        "cuda", 2, (4, 6, 5, 7)
-    ).arguments[1:]
+    command = commands.probe("order_check", "cuda", 2, 4, 6, 5, 7)
+    assert ("-u", "-m", "pipette_launch.probe.order_check", "cuda", "2", "4", "6", "5", "7") == command.arguments
 
 
 LAYOUTS = (Layout(pp=2, dp=2), Layout(tp=2, dp=2), Layout(pp=4), Layout(tp=4))

@@ -33,14 +33,12 @@ from pipette_launch.agent.phases import NEWS_S, Attempt, FirstIteration, PhaseBe
 from pipette_launch.agent.store import PEER_WAIT_S, RoundOver, RoundStore, await_all, say_goodbye
 from pipette_launch.agent.streams import NoLogs, Streams, WatchedLogs
 from pipette_launch.agent.trial import TrialRun
-from pipette_launch.agent.warmup import Warmup
+from pipette_launch.agent.warmup import SETTLE_S, Warmup
 from pipette_launch.errors import ClusterError, PipetteError, UsageError
 from pipette_launch.facts.messages import Decision, Failure
 
 logger = logging.getLogger(__name__)
 
-SETTLE_S = 0.3
-"""Seconds between another agent's alarm and a look at the workers, whose connections close before they end."""
 SIGNALLED_S = 5.0
 """Longest wait (s) for a console that accepts no output, after a signal has ended the agent."""
 MONITOR = "FT_RANK_MONITOR_IPC_SOCKET"

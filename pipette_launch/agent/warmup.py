@@ -40,7 +40,7 @@ AWAY_S = 5.0
 """If an agent did not look at its workers for this time (s), the agent itself was stopped, and cannot judge its
 workers."""
 SETTLE_S = 0.3
-"""Seconds between an alarm and the report of a node, because a dying worker closes its connections before it ends."""
+"""Seconds between an alarm and a look at the workers, because a dying worker closes its connections before it ends."""
 REPORT_S = 5.0
 """Seconds that an agent gets to answer an alarm. Agents look for alarms several times a second."""
 VERDICT_S = REPORT_S + 5.0

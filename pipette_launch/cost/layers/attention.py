@@ -111,11 +111,6 @@ class Attention(Block):
         norms = ranks * (2 if model.normalization == "LayerNorm" else 1) if model.qk_layernorm else 0
         return count + norms + (hidden if model.add_bias_linear else 0)
 
-    def shapes(self) -> set[tuple[int, int]]:
-        """Return (outputs, inputs) of both projections; latent attention's projections are left out."""
-        hidden, query = self.model.hidden_size, self.heads * self.query
-        return set() if self.model.latent_attention else {(query + self.pair, hidden), (hidden, query)}
-
     def activations(self, job: Job) -> Activations:
         """Count the activations of norm, projections and attention core.
 

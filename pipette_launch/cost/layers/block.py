@@ -171,10 +171,6 @@ class Block(Sizes, ABC):
         return self.parameters().count
 
     @abstractmethod
-    def shapes(self) -> set[tuple[int, int]]:
-        """Return (outputs, inputs) of each linear for which TransformerEngine returns a dummy gradient."""
-
-    @abstractmethod
     def activations(self, job: Job) -> Activations:
         """Count the bytes kept for the backward, with the norm, its input and the dropout mask."""
 

@@ -44,11 +44,6 @@ class Mamba(Block):
         """Count the parameters of both projections."""
         return self.mixer.mamba_matrices(self.model.hidden_size) // self.layout.tp
 
-    def shapes(self) -> set[tuple[int, int]]:
-        """Return (outputs, inputs) of both projections."""
-        hidden, tp = self.model.hidden_size, self.layout.tp
-        return {(self.mixer.mamba_projected // tp, hidden), (hidden, self.mixer.mamba_channels // tp)}
-
     def activations(self, job: Job) -> Activations:
         """Count the norm's output, T*(2d + c + H) elements of the projection, and 3*T*d elements behind it.
 

@@ -60,11 +60,6 @@ class _FeedForward(Block):
         first = second * self.gates
         return hidden * (first + second) + (first + hidden if self.model.add_bias_linear else 0)
 
-    def matrix_shapes(self, width: int) -> set[tuple[int, int]]:
-        """Return (outputs, inputs) of both matrices."""
-        hidden, tp = self.model.hidden_size, self.layout.tp
-        return {(self.gates * width // tp, hidden), (hidden, width // tp)}
-
     def mlp_loads(self, width: int) -> PassLoads:
         """Return the work of both matrices on all tokens, and of the activation."""
         hidden, cut = self.model.hidden_size, width // self.layout.tp
@@ -101,10 +96,6 @@ class Mlp(_FeedForward):
     def parameters(self) -> Parameters:
         """Count the parameters of both matrices and their biases."""
         return Parameters(dense=self.matrix_parameters(self.model.ffn_hidden_size, self.layout.tp))
-
-    def shapes(self) -> set[tuple[int, int]]:
-        """Return (outputs, inputs) of both matrices."""
-        return self.matrix_shapes(self.model.ffn_hidden_size)
 
     def activations(self, job: Job) -> Activations:
         """Count the activations of the norm, the output of the first matrix, and the input of the second matrix.
@@ -194,10 +185,6 @@ class Experts(_FeedForward):
     def matrices(self) -> int:
         """Count the parameters of the experts' matrices, without the router."""
         return self.parameters().count - self.router_parameters()
-
-    def shapes(self) -> set[tuple[int, int]]:
-        """Return the shapes of the shared expert; shapes of routed experts, from TE v2.12 on, are left out."""
-        return self.matrix_shapes(self.shared_width) if self.shared_width else set()
 
     def activations(self, job: Job) -> Activations:
         """Count the activations of norm, router, dispatch and experts; the norm is never part of a matrix's kernel."""

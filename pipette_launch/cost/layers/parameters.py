@@ -14,6 +14,7 @@ from typing import NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from pipette_launch.cost.layers.attention import Attention
 from pipette_launch.cost.layers.block import FP32_BYTES, Parameters, computes_in_fp8
 from pipette_launch.cost.layers.ends import depth_parameters
 from pipette_launch.cost.layers.kinds import blocks_of, kind_parameters
@@ -172,8 +173,10 @@ def dummy_gradient_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
     fused = performance_options(job).gradient_accumulation_fusion
     if model.transformer_impl == "local" or job.release < _FIRST_DUMMY_RELEASE or not fused:
         return 0
-    blocks = (block for kind in {*model.layer_kinds} for block in blocks_of(model, layout, kind))
-    shapes = {shape for block in blocks for shape in block.shapes()}
+    blocks = [block for kind in {*model.layer_kinds} for block in blocks_of(model, layout, kind)]
+    counted = (block for block in blocks if not (isinstance(block, Attention) and model.latent_attention))
+    products = (product for block in counted for product in block.loads(job).forward.products)
+    shapes = {(int(one.n), int(one.k)) for one in products if one.is_linear and not one.is_routed}
     if has_head:
         shapes.add((model.padded_vocab_size(layout.tp) // layout.tp, model.hidden_size))
     return model.dtype_bytes * sum(rows * columns for rows, columns in shapes)

@@ -28,7 +28,12 @@ class Product:
     is_linear: bool = False
     """True for a linear of Transformer Engine, which can run in FP8 or FP4."""
     rate: float = 1.0
-    """Speed relative to one large product; products of many experts have a rate below 1."""
+    """Speed relative to one large product; only products of routed experts have a rate below 1."""
+
+    @property
+    def is_routed(self) -> bool:
+        """True for a product of routed experts."""
+        return self.rate < 1
 
     @property
     def flops(self) -> float:

@@ -208,12 +208,8 @@ def host_name(
 ) -> Iterator[Finding]:
     """Check the address of this host's name, because gloo sends that address to its peers.
 
-    Args:
-        name: name of this host; None for the system's host name.
-        addresses: addresses of the name; None for the resolver's addresses.
-        environ: environment variables; GLOO_SOCKET_IFNAME selects another address.
-        num_nodes: number of the job's nodes; a job of one node may use the loopback address.
-
+    `name` and `addresses` are None for this host's own name and the resolver's addresses. GLOO_SOCKET_IFNAME in
+    `environ` selects another address. A job of one node may use the loopback address.
     """
     name = name or socket.gethostname()
     found = _resolved(name) if addresses is None else addresses

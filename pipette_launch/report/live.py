@@ -12,7 +12,7 @@ from pipette_launch.text import bytes_text, count_text, duration_text, plural, s
 
 LEVELS = "▁▂▃▄▅▆▇█"
 MOST_VERDICTS = 2
-STYLES = {"": "default", "good": "green", "bad": "bold red", "dim": "dim"}
+BAD = "bold red"
 PHASES = {"warmup": "warm-up", "": "unknown"}
 
 
@@ -21,18 +21,11 @@ class Row(NamedTuple):
 
     name: str
     words: str
-    tone: str = ""
-    """Key of the row's colour in `STYLES`."""
+    style: str = "default"
 
 
 def live_rows(job: LiveJob, steps_s: Sequence[float]) -> Iterator[Row]:
-    """Return the rows of a job's screen.
-
-    Args:
-        steps_s: observed step times (s), the newest last.
-
-
-    """
+    """Return the rows of a job's screen; `steps_s` has the observed step times, the newest last."""
     where = f" on {job.nodes} nodes, {job.host} first" if job.nodes > 1 else f" on {job.host}" if job.host else ""
     since = [] if job.began_s is None else [f"since {_clock(job.began_s, job.read_s)}"]
     yield Row("Job", ", ".join([*filter(None, [f"{job.script}{where}".strip()]), *since]))
@@ -42,16 +35,16 @@ def live_rows(job: LiveJob, steps_s: Sequence[float]) -> Iterator[Row]:
     yield from _progress(job, steps_s)
     yield from _memory(job)
     troubles = _troubles(job)
-    yield Row("Failures", ", ".join(troubles) or "no restarts, no lost nodes", "bad" if troubles else "dim")
+    yield Row("Failures", ", ".join(troubles) or "no restarts, no lost nodes", BAD if troubles else "dim")
     verdicts = sorted(job.verdicts, key=lambda verdict: not verdict.is_sick)
     for index, verdict in enumerate(verdicts[:MOST_VERDICTS]):
-        yield Row("" if index else "Health", verdict.words(), "bad" if verdict.is_sick else "")
+        yield Row("" if index else "Health", verdict.words(), BAD if verdict.is_sick else "default")
     rest = len(verdicts) - MOST_VERDICTS
     if rest > 0:
         yield Row("", f"and {rest} more {plural('finding', rest)}, in the report", "dim")
     written = f"written {duration_text(job.age_s)} ago"
     if job.is_stale:
-        yield Row("Data", f"STALE: {written}; the launcher is gone, or cannot write", "bad")
+        yield Row("Data", f"STALE: {written}; the launcher is gone, or cannot write", BAD)
     elif job.printed_s is None:
         yield Row("Data", written, "dim")
     else:
@@ -77,18 +70,12 @@ def live_line(job: LiveJob) -> str:
 
 
 def live_screen(job: LiveJob, steps_s: Sequence[float], *, width: int | None = None, colour: bool | None = None) -> str:
-    """Show a job on at most 24 lines of 80 columns.
-
-    Args:
-        steps_s: observed step times (s), the newest last.
-
-
-    """
+    """Show a job on at most 24 lines of 80 columns; `steps_s` has the observed step times, the newest last."""
     sections: list[tuple[str, list[Line]]] = []
     for row in live_rows(job, steps_s):
         if row.name:
             sections.append((row.name, []))
-        sections[-1][1].append(text(row.words, STYLES[row.tone]))
+        sections[-1][1].append(text(row.words, row.style))
     return screen("pipette watch", sections, width=width, colour=colour, has_gaps=False)
 
 
@@ -110,7 +97,7 @@ def _phase(job: LiveJob) -> Iterator[Row]:
     if job.is_over:
         at = f" at {_clock(began_s, job.read_s)}" if began_s is not None else ""
         took = f" after {duration_text(began_s - job.began_s)}" if began_s and job.began_s is not None else ""
-        yield Row("Phase", f"{name}{at}{took}", "good" if job.phase == "succeeded" else "bad")
+        yield Row("Phase", f"{name}{at}{took}", "green" if job.phase == "succeeded" else BAD)
         return
     lasts = f" for {duration_text(max(job.read_s - began_s, 0.0))}" if began_s is not None else ""
     doing = f": {_warmup_words(job)}" if job.phase == "warmup" and job.warmup_phase else ""
@@ -166,7 +153,7 @@ def _memory(job: LiveJob) -> Iterator[Row]:
     of_limit = f" of {bytes_text(limit)} ({need / limit:.0%})" if limit else ""
     beside = f"; measured {bytes_text(measured)}" if measured is not None else ""
     is_bad = limit is not None and max(need, measured or 0) > limit
-    yield Row("Memory", f"needs {bytes_text(need)}{of_limit}{beside}", "bad" if is_bad else "")
+    yield Row("Memory", f"needs {bytes_text(need)}{of_limit}{beside}", BAD if is_bad else "default")
 
 
 def _clock(moment_s: float, now_s: float) -> str:

@@ -27,13 +27,9 @@ ORIGINS = {
 
 
 def health(verdicts: Sequence[Verdict], *, where: str = "cluster.json", most: int = MOST_VERDICTS) -> Iterator[Line]:
-    """Return a sentence for each of the first faults. Devices of a host with the same kind of fault share a sentence.
+    """Return at most `most` sentences on faults, and a line that names the file (`where`) with the other faults.
 
-    Args:
-        where: file or page that lists the remaining faults.
-        most: largest number of sentences.
-
-
+    Devices of a host with the same kind of fault share a sentence.
     """
     groups: dict[tuple[bool, str, str, str], list[Verdict]] = {}
     for one in sorted(verdicts, key=lambda verdict: not verdict.is_sick):
@@ -68,14 +64,7 @@ def measured_screen(
     width: int | None = None,
     colour: bool | None = None,
 ) -> str:
-    """Draw the screen of a warm-up's measurements.
-
-    Args:
-        title: command that shows the screen.
-        saved_to: path of the file with the measurements; None if there is no file.
-
-
-    """
+    """Draw the screen of a warm-up's measurements; `saved_to` is None if no file has the measurements."""
     cluster = measurements.cluster
     versions = ", ".join(f"{name} {version}" for name, version in sorted(measurements.versions.items()))
     took = " · ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in measurements.phase_s.items() if seconds)

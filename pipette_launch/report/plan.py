@@ -72,8 +72,6 @@ def plan_screen(
         saved_to: path of the plan file; None if the plan has no file.
         drawn_to: path of the plan's HTML report; None if there is no report.
         unsaved: reason why no file was written, with a remedy; empty if no file was requested.
-        is_whole: true for all notes and listings, at any length.
-
 
     """
     wide = columns(width, sys.stderr)
@@ -107,13 +105,7 @@ def plan_file_screen(
 ) -> str:
     """Draw the screen of a plan file: job, machines, choice, reasons, and flags to paste.
 
-    Args:
-        title: command that shows the screen.
-        saved_to: path of the plan file; None if the plan has no file.
-        drawn_to: path of the plan's HTML report; None if there is no report.
-        is_whole: true for all notes and listings, at any length.
-
-
+    `saved_to` is None if the plan has no file. `drawn_to` is None if the plan has no HTML report.
     """
     setting, wide = plan.setting, columns(width, sys.stdout)
     where = _where(saved_to, drawn_to, otherwise="-v shows them, --out FILE keeps them")

@@ -49,7 +49,6 @@ def grid(columns: str, rows: Iterable[Sequence[Line]], *, gap: int = 2) -> Table
         columns: a letter for each column: `r` = aligned right, `l` = aligned left, `w` = aligned left and wrapped.
         gap: number of spaces after each column.
 
-
     """
     from rich.table import Table
 
@@ -109,7 +108,6 @@ def screen(
         colour: whether to use colours; None for colours on a terminal only.
         has_gaps: whether empty lines separate the sections.
         stream: stream that will show the screen; None for stdout.
-
 
     """
     from rich.console import Console
@@ -223,11 +221,9 @@ def flag_lines(
     """Return the changes of the script's flags.
 
     Args:
-        arguments: arguments that the user gave.
         new_arguments: arguments that the script will get; None for the user's own arguments.
         width: columns of a line with several changes.
         most: largest number of lines; None for one change on each line.
-
 
     """
     styles = {"+": "green", "-": "red", "~": "yellow"}
@@ -264,12 +260,7 @@ def arguments_diff(old: Sequence[str], new: Sequence[str]) -> list[tuple[str, st
 def paste_text(old: Sequence[str], new: Sequence[str], *, width: int = 0) -> str:
     """Return flags to append to the job's command line, in shell syntax. A flag is never wrapped.
 
-    Args:
-        old: arguments that the user gave.
-        new: arguments under the plan.
-        width: columns of a line; 0 puts one flag on each line.
-
-
+    `width` has the columns of a line; 0 puts one flag on each line.
     """
     added, deleted = changed_flags(old, new)
     lines: list[str] = []

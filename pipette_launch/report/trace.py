@@ -52,15 +52,12 @@ def trace_text(
     """Return the trace of a plan as JSON text.
 
     Args:
-        plan: plan whose steps the trace shows.
         measurements: measurements that priced the plan; None leaves out layers and links.
         picture: passes of the plan's steps; None leaves out the passes.
         outcome: outcome of the plan's training; None if there was no training.
-        profiled: measured passes of some ranks of the chosen configuration.
 
     Raises:
-        PlanError: the measured passes belong to another plan.
-
+        PlanError: the profiled passes belong to another plan.
 
     """
     left_out: list[str] = []

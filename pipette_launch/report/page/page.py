@@ -35,7 +35,6 @@ def plan_page(
     """Draw a plan as one HTML file without network requests.
 
     Args:
-        plan: the plan, with its setting (job and machines) if the plan file has a setting.
         measurements: measurements that priced the plan; None leaves out links, layer times and verdicts.
         picture: drawn steps and memory by kind; None leaves out the timeline and the split of memory.
         outcome: measured outcome of the plan's training; None if the training did not run long enough.
@@ -80,11 +79,9 @@ def plan_page(
 
 
 def with_outcome(html: str, outcome: Outcome) -> str:
-    """Write an outcome into the page of the outcome's plan. The page of another plan is returned unchanged.
+    """Write an outcome into the page of the outcome's plan, and return the page of another plan unchanged.
 
-    Raises:
-        PipetteError: jinja2 is not installed.
-
+    Raises PipetteError if jinja2 is not installed.
     """
     before, begin, rest = html.partition(BEGIN)
     _, end, after = rest.partition(END)

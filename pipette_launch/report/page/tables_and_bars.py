@@ -35,16 +35,9 @@ class Segment(NamedTuple):
 
 
 def bar(label: str, segments: Sequence[Segment], *, kinds: Sequence[str], whole: float, total: str) -> dict[str, Any]:
-    """Lay segments end to end on a scale from 0 to `whole`, without empty segments.
+    """Lay segments end to end on a scale from 0 to `whole`, without empty segments. The text `total` follows the bar.
 
-    Args:
-        label: name of the bar.
-        segments: parts of the bar, in drawing order.
-        kinds: names of segments in the order of colours. A segment with another name has the last colour.
-        whole: the size that the full width stands for.
-        total: text after the end of the bar.
-
-
+    `kinds` has the names of segments in the order of colours. A segment with another name has the last colour.
     """
     shown = [segment for segment in segments if segment.size > 0]
     return {

@@ -156,7 +156,7 @@ def add_reading_flags(parser: ArgumentParser) -> None:
         metavar="FRACTION",
         type=fraction,
         default=MEMORY_MARGIN,
-        help=f"share of device memory to keep free (default {MEMORY_MARGIN})",
+        help=f"share of device memory that must stay free (default {MEMORY_MARGIN})",
     )
     parser.add_argument(
         "--megatron-version",

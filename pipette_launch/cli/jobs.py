@@ -26,7 +26,7 @@ POLL_S = 1.0
 
 def _add_doctor_arguments(parser: ArgumentParser) -> None:
     devices = ("auto", "cuda", "cpu")
-    parser.add_argument("--device", choices=devices, default="auto", help="device of the job (default auto)")
+    parser.add_argument("--device", choices=devices, default="auto", help="kind of device that trains (default auto)")
     gpus = "workers of this node (default: all GPUs, or one on CPU)"
     add_size_flags(parser, nodes="nodes of the job (default 1)", gpus=gpus)
     parser.set_defaults(nodes=1)

@@ -107,7 +107,7 @@ def _add_choices(add: Callable[..., object]) -> None:
         default="script",
         help="build the measured layers with your script (default), or from your flags alone",
     )
-    add("--pipette-device", choices=("auto", "cuda", "cpu"), default="auto", help="device of the job")
+    add("--pipette-device", choices=("auto", "cuda", "cpu"), default="auto", help="kind of device that trains")
 
 
 def _add_amounts_and_files(add: Callable[..., object]) -> None:

@@ -154,12 +154,9 @@ def imagined(
 ) -> Measurements:
     """Return the measurements that a warm-up would make on equal hosts of one device type.
 
-    The result covers the shapes of computation and the group sizes of the layouts.
-
-    Raises:
-        FactError: a number is not positive, there is no layout, the device has no peak for the model's type, or the
-            fabric has another number of hosts.
-
+    The result covers the shapes of computation and the group sizes of the layouts. FactError is raised if a number is
+    not positive, if there is no layout, if the device has no peak for the model's type, or if the fabric has another
+    number of hosts.
     """
     chosen = tuple(layouts)
     if num_hosts < 1 or devices_per_host < 1 or not chosen:
@@ -192,11 +189,10 @@ def modelled_compute(job: Job, device: DeviceSpec, layouts: Iterable[Layout]) ->
     layouts have several (ep, etp), parts with experts are listed once more for each (ep, etp).
     """
     kinds = frozenset((*job.model.layer_kinds, *job.model.prediction_kinds))
-    first: dict[ComputeCase, Layout] = {}
-    shares: dict[tuple[ComputeCase, int, int], Layout] = {}
-    for layout in layouts:
-        first.setdefault(case_of(layout), layout)
-        shares.setdefault((case_of(layout), layout.ep, layout.etp), layout)
+    backwards = list(layouts)[::-1]
+    # Of layouts with equal keys the first counts.
+    first = {case_of(layout): layout for layout in backwards}
+    shares = {(case_of(layout), layout.ep, layout.etp): layout for layout in backwards}
     found = [time for case in sorted(first) for time in _compute_times(job, device, first[case], kinds)]
     if job.model.num_experts and len(shares) > len(first):
         with_experts = frozenset(kind for kind in kinds if Experts in KINDS[kind])

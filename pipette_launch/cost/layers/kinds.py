@@ -215,7 +215,6 @@ def offloaded(job: Job, layout: Layout, kind: LayerKind) -> Offloaded:
 
 
 def _stream(job: Job, block: Block) -> _Tensor:
-    """Return the tensor between layers."""
     return _Tensor(block.local_tokens * job.model.hidden_size, block.stream_bytes(job), block.stream_bytes(job))
 
 

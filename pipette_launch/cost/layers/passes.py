@@ -139,7 +139,7 @@ class Hiding:
         return self.layers_s.get(behind, 0.0) if isinstance(behind, tuple) else float(getattr(self, behind))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Exchange:
     """One collective inside the passes of a micro-batch."""
 
@@ -170,15 +170,8 @@ class Exchange:
         share: float = 1.0,
     ) -> Exchange:
         """Return a collective from arrays of its counts on each stage; the fields explain the arguments."""
-        return cls(
-            kind=kind,
-            group=group,
-            size_bytes=float(size_bytes),
-            forward=tuple(map(float, forward_S)),
-            backward=tuple(map(float, backward_S)),
-            behind=behind,
-            behind_share=share,
-        )
+        forward, backward = tuple(map(float, forward_S)), tuple(map(float, backward_S))
+        return cls(kind, group, float(size_bytes), forward, backward, behind, share)
 
     @property
     def part(self) -> str:

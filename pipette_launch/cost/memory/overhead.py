@@ -72,12 +72,7 @@ def workspace_bytes(job: Job, *, capability: int) -> int:
     and autograd's own thread runs backwards (ATen, CublasHandlePool.cpp). As in PyTorch, a value of
     CUBLAS_WORKSPACE_CONFIG without any `:SIZE:COUNT` is ignored. TransformerEngine adds one workspace
     (`get_cublas_workspace_size_bytes`), and four workspaces for grouped GEMMs, one for each stream
-    (`get_multi_stream_cublas_workspace`).
-
-    Args:
-        job: decides the libraries and their environment.
-        capability: the major number of the compute capability: 8 for A100 and RTX 4090, 9 for H100, 10 for B200.
-
+    (`get_multi_stream_cublas_workspace`). `capability` is the major number of the compute capability, 9 for H100.
     """
     options, is_hopper = performance_options(job), capability >= _HOPPER
     pools = re.findall(r":(\d+):(\d+)", job.cublas_workspace_config)
@@ -188,14 +183,8 @@ def overhead_of(
 ) -> Overhead:
     """Return the bytes that a rank of this layout holds beside the model; measured figures replace defaults.
 
-    Args:
-        job: decides the allocator's reserve and the workspaces.
-        layout: its process groups decide the communicators.
-        device_kind: `cuda` or `cpu`.
-        device_name: name from the driver or the user; decides the workspaces.
-        capability: major number of the compute capability; None = the number that belongs to the name.
-        measured: measurements of the machines; None = machines that were not measured.
-
+    `device_kind` is `cuda` or `cpu`, and the driver or the user gives `device_name`. `capability` is the major number
+    of the compute capability; None = the number that belongs to the name. Without `measured` all figures are defaults.
     """
     measured_bytes = measured.overhead_bytes if measured else None
     if device_kind == "cpu":

@@ -32,8 +32,8 @@ LEAST_OUTCOMES = 4
 MOST_OUTCOMES = 64
 """Largest number of outcomes that are used; older outcomes are left out."""
 WORTH = 0.8
-"""Largest ratio of the error with a factor to the error without, at which the factor is used. The error with a factor
-is measured by predicting each outcome from all other outcomes."""
+"""A factor is used if it multiplies the error by at most this number. The error with a factor is measured by predicting
+each outcome from all other outcomes."""
 
 ERRORS_APART = 2.0
 """Number of standard errors by which two steps must differ to count as different."""
@@ -298,7 +298,7 @@ def _computed_s(parts_s: Mapping[str, float]) -> float:
 
 
 def _scatter(time: ComputeTime) -> float:
-    """Return the relative standard error of all passes of a layer on one slot."""
+    """Return the standard error of the seconds of all passes of a layer on one slot, divided by these seconds."""
     passes = (time.forward, time.input_grad, time.weight_grad)
     whole_s = sum(one.median_s for one in passes)
     return math.hypot(*(one.median_error_s for one in passes)) / whole_s if whole_s else 0.0

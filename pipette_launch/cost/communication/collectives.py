@@ -484,10 +484,10 @@ class Fabric:
     def _new_scale(self, kind: Collective, size: int) -> Scale:
         """Return the correction; if no group across hosts was measured, the factor on bytes across hosts is limited.
 
-        The limit is the factor that the library's algorithm explains: gloo's reduce-scatter is an all-reduce, gloo's
-        other rings are plain rings, and NCCL's algorithm is not known. A larger factor comes from processes that share
-        a host's cores, and says nothing about links between hosts. Without the limit, a step of 8 CPU ranks on slow
-        links was predicted to take 22 s, but it took 2.9 s.
+        The limit is the factor that the library's algorithm explains: 2 for gloo's reduce-scatter, which is an
+        all-reduce, 1 for gloo's other rings, and LIBRARYS_SHARE for NCCL, whose algorithm is not known. A larger factor
+        comes from processes that share a host's cores, and says nothing about links between hosts. Without the limit, a
+        step of 8 CPU ranks on slow links was predicted to take 22 s, but it took 2.9 s.
         """
         num_hosts, device_kind = len(self.cluster.hosts), self.cluster.device_kind
         rows = np.tile([1.0, 0.0, 1.0], (num_hosts + 1, 1))

@@ -238,7 +238,7 @@ class StepTraffic:
 
 
 def step_traffic(job: Job, layout: Layout) -> StepTraffic:
-    """Count each stage's reduced gradients and gathered parameters; collectives of FSDP within passes are not included.
+    """Count each stage's reduced gradients and gathered parameters, without FSDP's collectives inside passes.
 
     If Megatron-FSDP keeps n copies of its shards, an all-reduce over the copies moves 2 (n - 1) / n of a shard once a
     step. The prediction prices this all-reduce like an all-reduce over all replicas. Parameters outside the layers are
@@ -308,7 +308,7 @@ def blocks_at_ends(job: Job, vpp: int, device_kind: str) -> bool:
 def aligns_gathers(job: Job, vpp: int) -> bool:
     """Return True if overlapped parameter gathers start on all pipeline ranks at the same time.
 
-    Megatron aligns gathers only with virtual stages (arguments.py, validate_args).
+    Megatron aligns the gathers of parameters only with virtual stages (arguments.py, validate_args).
     """
     return vpp > 1 and performance_options(job).align_param_gather
 

@@ -98,7 +98,7 @@ def with_extrapolated_times(job: Job, measurements: Measurements) -> Measurement
 
 
 def _doublings(case: ComputeCase, other: ComputeCase) -> float:
-    """Return the distance of two cases in doublings of tokens or tp; a doubling of tp counts twice."""
+    """Return the number of doublings of tokens and of tp between two cases; a doubling of tp counts as 2."""
     tokens = case.micro_batch_size * other.cp / (case.cp * other.micro_batch_size)
     return 2 * abs(math.log2(case.tp / other.tp)) + abs(math.log2(tokens))
 

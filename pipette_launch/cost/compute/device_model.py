@@ -84,7 +84,7 @@ class Precision(NamedTuple):
 
 
 def pass_s(device: DeviceSpec, precision: Precision, load: Load) -> float:
-    """Return the seconds of one pass of one part."""
+    """Return the seconds of one pass of a layer or of another part of the model."""
     return max(host_s(device, load), device_s(device, precision, load))
 
 

@@ -103,7 +103,7 @@ class ComputeTable:
 
     @property
     def knows_shares(self) -> bool:
-        """True if passes depend on the number of experts on a rank."""
+        """True if the warm-up timed layers for several numbers of experts on a rank."""
         return bool(self._shared)
 
     def source(self, case: ComputeCase) -> ComputeCase | None:
@@ -272,9 +272,9 @@ class ComputeTable:
         layer = layer.again(share)
         if not self.copies_to_host or (layout.recompute.granularity == "full" and share):
             return layer
-        # The backward of each module requests the offloaded tensors of the layer below. So the backward of one layer
-        # hides the copy of one layer's tensors back to the device. No pass waits for a copy to the host (megatron-core,
-        # pipeline_parallel/ fine_grained_activation_offload.py).
+        # The backward of each module requests the offloaded tensors of the same module in the layer below. So the
+        # backward of one layer hides the copy of one layer's tensors back to the device. No pass waits for a copy to
+        # the host (megatron-core, pipeline_parallel/ fine_grained_activation_offload.py).
         moved = offloaded(self._job, layout, kind).moved
         exposed_s = moved / self._host_bytes_per_s - layer.backward_s - layer.recompute_s
         return replace(layer, backward_s=layer.backward_s + max(0.0, exposed_s))

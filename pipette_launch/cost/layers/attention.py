@@ -147,9 +147,9 @@ class Attention(Block):
         element = model.dtype_bytes * self.tokens
         kept = 2 * element * (self.heads + self.groups) * channels
         if not is_local(model) and model.attention_backend == "flash" and self.layout.micro_batch_size > 1:
-            # Flash attention needs the batch dimension first. With more than one sample, FlashAttention.forward copies
-            # its output for the projection, so the output is kept twice (TE backends.py, v1.7 to v1.11 and from v2.3
-            # on).
+            # Flash attention needs tensors whose first dimension is the batch. With more than one sample,
+            # FlashAttention.forward copies its output for the projection, so the output is kept twice (TE backends.py,
+            # v1.7 to v1.11 and from v2.3 on).
             kept += element * self.heads * channels
         if model.qk_layernorm:
             # Inputs of the norms of query and key, and their statistics (MC transformer/attention.py:1477-1481).
@@ -207,8 +207,8 @@ class Attention(Block):
         """Count the bytes of the query-key-value output that recompute of the core keeps beyond query, key and value.
 
         Query, key and value are views of the output of one matrix, and recompute keeps views. If a rotary embedding
-        makes a new query and key, the view of the value still keeps the whole output. Otherwise query groups make a
-        copy of the query. Norms of query and key keep the output anyway.
+        makes a new query and key, the view of the value still keeps the whole output. Without a rotary embedding only
+        query groups need more, because attention copies the query. Norms of query and key keep the output anyway.
         """
         model = self.model
         if model.latent_attention or model.qk_layernorm:

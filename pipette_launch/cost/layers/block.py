@@ -87,8 +87,7 @@ class Activations:
     """Input of an MLP or expert block."""
     mlp_norm: int = 0
     mlp: int = 0
-    """Output of the first matrix; for experts also the tensors of router and dispatch, and the input of the first
-    matrix."""
+    """Output of the first matrix; for experts also tensors of router and dispatch, and the first matrix's input."""
     mlp_activation: int = 0
     """Input of the second matrix."""
     shared_experts: int = 0

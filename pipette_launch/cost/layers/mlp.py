@@ -47,8 +47,8 @@ BIASED_TOUCHES = 18.0
 IN_DOMAIN_SHARE = 0.42
 """Share of the fastest links' bandwidth that `flex` dispatchers reach inside a domain of such links."""
 OVERLAP_COSTS = 0.15
-"""Share of a hidden exchange that still costs time: its kernels take 20 of 132 multiprocessors from the products beside
-them (`--moe-deepep-num-sms`)."""
+"""Share of a hidden exchange that still costs time, because the exchange's kernels take 20 of 132 multiprocessors from
+products that run at the same time (`--moe-deepep-num-sms`)."""
 
 
 class _FeedForward(Block):
@@ -350,7 +350,7 @@ class Experts(_FeedForward):
         )
         if self.shared_width:
             loads += self.mlp_loads(self.shared_width)
-        # The router and the preparation of the dispatch have about half of the kernel launches.
+        # A graph of scope `moe_router` launches about half of the kernels: router and preparation of the dispatch.
         return loads.without_launches(0.5 if is_captured(options, "moe_router") else 0.0)
 
     def module_flops(self) -> dict[str, float]:

@@ -253,10 +253,10 @@ def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
     """Count the bytes beside shards that FSDP needs at its peak; `gradient` = bytes of each gradient.
 
     Megatron-FSDP gathers layers ahead up to half of `--suggested-communication-unit-size`. Reduced gradients are freed
-    only before the next bucket's reduction, and only if more parameters than this size wait. `--fsdp-double-buffer`
-    keeps the weights of two layers and the gradients of two layers (FSDP param_and_grad_buffer.py:3084-3131, 3493-3560,
-    651-800). A weight shared by embedding and head is reduced when the backward is over (megatron_fsdp.py:767). torch
-    FSDP2 holds weights and gradients of two units.
+    only before the next bucket's reduction, and only if more than `--suggested-communication-unit-size` parameters
+    wait. `--fsdp-double-buffer` keeps the weights of two layers and the gradients of two layers (FSDP
+    param_and_grad_buffer.py:3084-3131, 3493-3560, 651-800). A weight shared by embedding and head is reduced when the
+    backward is over (megatron_fsdp.py:767). torch FSDP2 holds weights and gradients of two units.
 
     If layers are not units of FSDP, gradients form buckets with overlap, else one bucket. `--ddp-bucket-size`,
     `--ddp-num-buckets`, and the growth of buckets beyond 40 replicas are left out.

@@ -52,7 +52,7 @@ class Load:
     """Number of exponentials in flash attention's softmax: one for each score, in the forward and again in the
     backward."""
     moved_bytes: float = 0.0
-    """Bytes read and written by kernels that compute almost nothing."""
+    """Bytes read and written by kernels whose time is the time of moving bytes, such as norms and activations."""
     scan_bytes: float = 0.0
     """Bytes read and written by the scan of Mamba-2, which has a rate of its own."""
     cast_elements: float = 0.0
@@ -131,8 +131,8 @@ class Hiding:
     other_layer_s: float = 0.0
     """A quarter of a layer's forward and backward seconds, which hides one token exchange of another micro-batch."""
     layers_s: Mapping[OfLayer, float] = field(default_factory=dict)
-    """Seconds of one pass of a layer of each kind, the backward with recompute. The pass hides exchanges of the next
-    layer's weights and of the previous layer's gradients."""
+    """Seconds of one pass of a layer of each kind, the backward with recompute. The pass of a layer hides exchanges of
+    the next layer's weights and of the previous layer's gradients."""
 
     def seconds(self, behind: Behind) -> float:
         """Return the field or layer pass that `behind` names, in seconds; 0 if the pass was not given."""

@@ -348,6 +348,6 @@ class MeasuredStages:
         return tuple(peaks)
 
     def notes(self, layout: Layout) -> tuple[str, ...]:
-        """Return a sentence about the stages of a layout that were run, if any."""
+        """Return a sentence that names the stages of a layout whose memory the warm-up measured, if any."""
         ranks = ", ".join(map(str, sorted(self._readings.get(layout, {}))))
         return (f"Peak memory of stage {ranks} was measured by running it, not predicted.",) if ranks else ()

@@ -129,7 +129,7 @@ class MemoryParts(PeakParts[int]):
     __slots__ = ()
 
     def by_kind(self) -> dict[str, int]:
-        """Split the peak into the kinds that users see; the values add up to `total`.
+        """Split the peak into the kinds of memory that screens show; the values add up to `total`.
 
         The peak is in the loss, in the backward of a layer, while a mask is loaded, or in the optimizer step.
         Temporaries of the optimizer step count as buffers.
@@ -303,9 +303,9 @@ def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
 def shared_buffer_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
     """Count the bytes of Megatron's global buffer, which is as large as the largest tensor that uses it.
 
-    Megatron's own linear layers store their gathered input there under sequence parallelism. With TransformerEngine
-    only the head is such a layer. The all-gather dispatcher stores gathered tokens, and local attention stores scores.
-    `has_head` is True for the last pipeline rank.
+    Under sequence parallelism Megatron's own linear layers store their gathered input in this buffer. With
+    TransformerEngine only the head is such a layer. The all-gather dispatcher stores gathered tokens, and local
+    attention stores scores. `has_head` is True for the last pipeline rank.
     """
     block = Attention(job.model, layout)
     gathers = layout.sequence_parallel and layout.tp > 1 and (job.model.transformer_impl == "local" or has_head)
@@ -348,7 +348,7 @@ def _stage_counts(job: Job, layout: Layout) -> Ints:
 
 
 def _whole(layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
-    """Count the whole weights and gradients under FSDP at the peak of the backward.
+    """Count the bytes of unsharded weights and gradients under FSDP at the peak of the backward.
 
     During the backward each finished layer adds waiting gradients and frees its activations. When all layers have been
     gathered, each finished layer also frees its gathered weights.
@@ -533,7 +533,7 @@ def _input_bytes(stages: _Stages, layer: dict[str, Ints], *, all_chunks_load: bo
 
 
 def _chunk_live(stages: _Stages, some: Ints, chunk: Ints) -> Ints:
-    """Count the most micro-batches that some stages hold at once, of chunk number `chunk`, or of all chunks if -1."""
+    """Count the most micro-batches that stages `some` hold at once, in chunk number `chunk` or in all chunks (-1)."""
     layouts, rows = stages.layouts, stages.row_S[some]
     shape = (layouts.pp[rows], layouts.vpp[rows], layouts.microbatch_group_size[rows], stages.microbatches_N[rows])
     codes = codes_of((*shape, stages.stage_S[some], chunk + 1))

@@ -42,13 +42,13 @@ def _missing() -> list[str]:
 
 
 def _not_installed(missing: list[str]) -> PipetteError:
-    which = " (which torch: docs/start.md, Install)" if "torch" in missing else ""
+    which = " (docs/start.md, Install: choose the build of torch)" if "torch" in missing else ""
     advice = f"pip install {' '.join(missing)}{which}"
-    return PipetteError(f"not installed, and pipette-launch needs them: {', '.join(missing)}; {advice}")
+    return PipetteError(f"pipette-launch needs packages that are not installed: {', '.join(missing)}; {advice}")
 
 
 def compiled(name: str) -> ModuleType | None:
-    """Import a compiled module of `pipette_launch` by name. None = not compiled, and callers use numpy."""
+    """Import a compiled module of `pipette_launch` by name. None = it was not compiled, so the caller uses numpy."""
     try:
         return import_module(f"pipette_launch.{name}")
     except ImportError:

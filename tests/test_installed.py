@@ -29,7 +29,7 @@ def test_what_may_be_missing_is_no_error_alone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "torch", None)
     check_installed(but=frozenset({"torch"}))
     monkeypatch.setitem(sys.modules, "rich", None)
-    with pytest.raises(PipetteError, match="needs them: rich, torch; pip install rich torch"):
+    with pytest.raises(PipetteError, match="not installed: rich, torch; pip install rich torch"):
         check_installed(but=frozenset({"torch"}))
 
 
@@ -51,7 +51,7 @@ def test_a_command_says_what_is_missing(missing: str, words: list[str], named: s
 
     assert (1, "") == (done.returncode, done.stdout)
     assert done.stderr == (
-        f"pipette {words[0]}: error: not installed, and pipette-launch needs them: {', '.join(named.split())}; "
+        f"pipette {words[0]}: error: pipette-launch needs packages that are not installed: {', '.join(named.split())}; "
         f"pip install {named}\n"
     )
 
@@ -73,6 +73,6 @@ def test_the_launcher_says_what_is_missing(start: str, missing: str, words: list
 
     assert (1, "") == (done.returncode, done.stdout)
     assert done.stderr == (
-        f"pipette-launch: error: not installed, and pipette-launch needs them: {', '.join(names)}; "
-        f"pip install {' '.join(names)} (which torch: docs/start.md, Install)\n"
+        f"pipette-launch: error: pipette-launch needs packages that are not installed: {', '.join(names)}; "
+        f"pip install {' '.join(names)} (docs/start.md, Install: choose the build of torch)\n"
     )

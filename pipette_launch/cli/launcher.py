@@ -347,7 +347,7 @@ def _end_as_torchrun(job: Callable[[], None]) -> None:
         why = str(error.__cause__ or error).partition("\n")[0] or "too few nodes came in time"
         sys.stderr.write(
             f"pipette-launch: error: the nodes cannot meet: {printable(why).rstrip('.')}; check --rdzv-endpoint or "
-            f"--master-addr: all nodes must be able to reach that host, and its agent must run\n"
+            f"--master-addr: all nodes must reach the host in this flag, and the launcher of this host must run\n"
         )
         sys.exit(1)
     except SignalException as signalled:

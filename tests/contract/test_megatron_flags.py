@@ -149,8 +149,9 @@ def test_required_flags_have_no_default(release: str) -> None:
 
 
 def test_every_refusal_is_documented() -> None:
-    """docs/command_line.md names each flag that leaves a job unplanned, and each that a plan writes."""
-    text = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
+    """The pages name each flag that leaves a job unplanned, and each that a plan or a trial writes."""
+    docs = Path(__file__).parents[2] / "docs"
+    text = (docs / "script_flags.md").read_text() + (docs / "reactions.md").read_text()
     options = {flag.dest: option for release in releases() for option, flag in flag_table(release).items()}
     refused = [options[dest] for dest in REFUSED_DESTS]
 

@@ -1,4 +1,4 @@
-"""Contract with torch and the kernel: the ports that docs/command_line.md tells users to open."""
+"""Contract with torch and the kernel: the ports that docs/reactions.md tells users to open."""
 
 from __future__ import annotations
 

@@ -331,7 +331,7 @@ class Measurements:
     collectives: tuple[CollectiveTime, ...]
     memory: tuple[MemoryReading, ...]
     overhead_bytes: int
-    """Device memory outside the allocator (context, communicators, workspaces) on the fullest slot. 0 on CPU."""
+    """Device memory outside the allocator (context, communicators, workspaces), the most of all slots. 0 on CPU."""
     versions: dict[str, str]
     taken_at: str
     """Time of the warm-up, UTC, ISO 8601."""

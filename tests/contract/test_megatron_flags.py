@@ -40,6 +40,8 @@ WRITTEN = {
     "--recompute-num-layers": ("recompute_num_layers", *ONE, "int"),
     "--padded-vocab-size": ("padded_vocab_size", *ONE, "int"),
     "--log-interval": ("log_interval", *ONE, "int"),
+    "--mock-data": ("mock_data", *NONE, None),
+    "--no-check-for-nan-in-loss-and-grad": ("check_for_nan_in_loss_and_grad", "store_false", 0, None),
     "--no-one-logger": ("enable_one_logger", "store_false", 0, None),
     "--mock-data": ("mock_data", *NONE, None),
     "--no-check-for-nan-in-loss-and-grad": ("check_for_nan_in_loss_and_grad", "store_false", 0, None),

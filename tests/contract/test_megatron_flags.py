@@ -43,8 +43,6 @@ WRITTEN = {
     "--mock-data": ("mock_data", *NONE, None),
     "--no-check-for-nan-in-loss-and-grad": ("check_for_nan_in_loss_and_grad", "store_false", 0, None),
     "--no-one-logger": ("enable_one_logger", "store_false", 0, None),
-    "--mock-data": ("mock_data", *NONE, None),
-    "--no-check-for-nan-in-loss-and-grad": ("check_for_nan_in_loss_and_grad", "store_false", 0, None),
 }
 """Option string -> dest, action, nargs, type."""
 PLAYED = {"--mock-data", "--no-check-for-nan-in-loss-and-grad"}

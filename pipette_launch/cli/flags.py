@@ -97,11 +97,8 @@ def add_machine_flags(parser: ArgumentParser) -> None:
     """Add the flags that name the machines."""
     machines = parser.add_mutually_exclusive_group()
     machines.add_argument("--cluster", metavar="FILE", type=Path, help="cluster.json of a warm-up")
-    machines.add_argument(
-        "--gpu",
-        metavar="NAME|FILE",
-        help="hosts with this device, such as h100-sxm, without measurements; pipette devices lists the names",
-    )
+    text = "hosts with this device, such as h100-sxm, without measurements; pipette devices lists the names"
+    machines.add_argument("--gpu", metavar="NAME|FILE", help=text)
     add_size_flags(
         parser,
         nodes="hosts of the job",
@@ -118,51 +115,23 @@ def add_machine_flags(parser: ArgumentParser) -> None:
 def add_search_flags(parser: ArgumentParser) -> None:
     """Add the flags that steer the search."""
     add = parser.add_argument
-    add(
-        "--budget",
-        metavar="SECONDS",
-        dest="budget_s",
-        type=seconds,
-        default=SEARCH_BUDGET_S,
-        help=f"limit of the search in seconds of processor time (default {SEARCH_BUDGET_S:g})",
-    )
-    add(
-        "--schedules",
-        metavar="NAMES",
-        default="stock",
-        help="pipeline schedules that a plan may use, as for --pipette-schedules: stock (default), all, or names",
-    )
+    text = f"limit of the search in seconds of processor time (default {SEARCH_BUDGET_S:g})"
+    add("--budget", metavar="SECONDS", dest="budget_s", type=seconds, default=SEARCH_BUDGET_S, help=text)
+    text = "pipeline schedules that a plan may use, as for --pipette-schedules: stock (default), all, or names"
+    add("--schedules", metavar="NAMES", default="stock", help=text)
     add("--seed", metavar="N", type=int, default=SEED, help=f"seed of the search's random numbers (default {SEED})")
-    add(
-        "--margin",
-        metavar="FRACTION",
-        type=fraction,
-        default=MARGIN,
-        help=f"share of your step that a plan must save to replace your configuration (default {MARGIN:g})",
-    )
-    add(
-        "--fix",
-        metavar="NAMES",
-        type=names,
-        default=(),
-        help="parts of your layout to keep: tp,pp,dp,cp,ep,vpp,mbs,recompute,...",
-    )
+    text = f"share of your step that a plan must save to replace your configuration (default {MARGIN:g})"
+    add("--margin", metavar="FRACTION", type=fraction, default=MARGIN, help=text)
+    text = "parts of your layout to keep: tp,pp,dp,cp,ep,vpp,mbs,recompute,..."
+    add("--fix", metavar="NAMES", type=names, default=(), help=text)
 
 
 def add_reading_flags(parser: ArgumentParser) -> None:
     """Add the flags for the free memory and the Megatron version."""
-    parser.add_argument(
-        "--memory-margin",
-        metavar="FRACTION",
-        type=fraction,
-        default=MEMORY_MARGIN,
-        help=f"share of device memory that must stay free (default {MEMORY_MARGIN})",
-    )
-    parser.add_argument(
-        "--megatron-version",
-        metavar="V",
-        help="Megatron release whose flags are read, such as 0.16.1 (default: the release that SCRIPT would import)",
-    )
+    text = f"share of device memory to keep free (default {MEMORY_MARGIN})"
+    parser.add_argument("--memory-margin", metavar="FRACTION", type=fraction, default=MEMORY_MARGIN, help=text)
+    text = "Megatron release whose flags are read, such as 0.16.1 (default: the release that SCRIPT would import)"
+    parser.add_argument("--megatron-version", metavar="V", help=text)
 
 
 def add_script(parser: ArgumentParser) -> None:

@@ -67,13 +67,8 @@ def _add_probe_arguments(parser: ArgumentParser) -> None:
     parser.usage = "pipette probe [--out FILE] [FLAGS OF pipette-launch] SCRIPT [ARGS ...]"
     text = f"file to write on the first node ({DEFAULT_OUT})"
     parser.add_argument(OUT, metavar="FILE", default=DEFAULT_OUT, help=text)
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="SCRIPT",
-        help="flags, script and arguments of the script, as for pipette-launch; run the command on every node of the "
-        "job",
-    )
+    text = "flags, script and arguments of the script, as for pipette-launch; run the command on every node of the job"
+    parser.add_argument("words", nargs="*", metavar="SCRIPT", help=text)
 
 
 def _refuse_probe(args: Namespace) -> int:
@@ -106,14 +101,11 @@ PROBE = Subcommand(
 
 
 def _add_watch_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "where",
-        metavar="WHERE",
-        nargs="?",
-        type=Path,
-        help="folder of a job in the cache, its plan.json, a cache, or a FILE.prom of --pipette-metrics-file "
-        "(default: the newest job in the usual cache)",
+    text = (
+        "folder of a job in the cache, its plan.json, a cache, or a FILE.prom of --pipette-metrics-file "
+        "(default: the newest job in the usual cache)"
     )
+    parser.add_argument("where", metavar="WHERE", nargs="?", type=Path, help=text)
     parser.add_argument("--json", action="store_true", help="print a document of kind `live-job` at each change")
     parser.add_argument("--once", action="store_true", help="print the present state and exit")
 

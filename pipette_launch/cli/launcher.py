@@ -59,74 +59,45 @@ def parser() -> ArgumentParser:
 
 def _add_choices(add: Callable[..., object]) -> None:
     add("--pipette-plan", metavar="FILE", type=_path, help="run the plan in this file, without measuring or planning")
-    add(
-        "--pipette-probe",
-        metavar="FILE",
-        type=_absolute,
-        dest="pipette_probe_to",
-        help="measure, write the measurements to FILE, print them, and stop",
-    )
+    text = "measure, write the measurements to FILE, print them, and stop"
+    add("--pipette-probe", metavar="FILE", type=_absolute, dest="pipette_probe_to", help=text)
     add("--pipette-dry-run", action="store_true", help="measure, plan, print the plan, and stop before training")
-    add(
-        "--pipette-fix",
-        metavar="NAMES",
-        type=names,
-        default=(),
-        help="keep these parts of your layout, for example tp,pp,mbs",
+    text = "keep these parts of your layout, for example tp,pp,mbs"
+    add("--pipette-fix", metavar="NAMES", type=names, default=(), help=text)
+    text = (
+        "pipeline schedules that a plan may use: stock (default, Megatron's own), all, or names between commas: "
+        "eager-1f1b, zb-h1, zb-1p, zb-2p, interleaved-zb, gis, 1f1b-v, v-half, v-min, v-zb"
     )
-    add(
-        "--pipette-schedules",
-        metavar="NAMES",
-        default="stock",
-        help="pipeline schedules that a plan may use: stock (default, Megatron's own), all, or names between commas: "
-        "eager-1f1b, zb-h1, zb-1p, zb-2p, interleaved-zb, gis, 1f1b-v, v-half, v-min, v-zb",
+    add("--pipette-schedules", metavar="NAMES", default="stock", help=text)
+    text = (
+        "if measuring or planning fails: train with your own configuration, or stop (default: train; but stop if "
+        "--pipette-plan or --pipette-device cannot be followed)"
     )
-    add(
-        "--pipette-on-error",
-        choices=("train", "fail"),
-        help="if measuring or planning fails: train with your own configuration, or stop (default: train; but stop if "
-        "--pipette-plan or --pipette-device cannot be followed)",
+    add("--pipette-on-error", choices=("train", "fail"), help=text)
+    text = (
+        "if a node is slow or damaged: print a warning (default), train without the node if --nnodes MIN:MAX "
+        "allows it, or stop"
     )
-    add(
-        "--pipette-on-sick",
-        choices=("warn", "exclude", "fail"),
-        default="warn",
-        help="if a node is slow or damaged: print a warning (default), train without the node if --nnodes MIN:MAX "
-        "allows it, or stop",
+    add("--pipette-on-sick", choices=("warn", "exclude", "fail"), default="warn", help=text)
+    text = (
+        "if steps become slower during training: print a warning (default), measure again and restart from the "
+        "last checkpoint with a new plan, or do nothing"
     )
-    add(
-        "--pipette-watch",
-        choices=("warn", "restart", "off"),
-        default="warn",
-        help="if steps become slower during training: print a warning (default), measure again and restart from the "
-        "last checkpoint with a new plan, or do nothing",
-    )
-    add(
-        "--pipette-layers",
-        choices=("script", "flags"),
-        default="script",
-        help="build the measured layers with your script (default), or from your flags alone",
-    )
-    add("--pipette-device", choices=("auto", "cuda", "cpu"), default="auto", help="kind of device that trains")
+    add("--pipette-watch", choices=("warn", "restart", "off"), default="warn", help=text)
+    text = "build the measured layers with your script (default), or from your flags alone"
+    add("--pipette-layers", choices=("script", "flags"), default="script", help=text)
+    add("--pipette-device", choices=("auto", "cuda", "cpu"), default="auto", help="device of the job")
 
 
 def _add_amounts_and_files(add: Callable[..., object]) -> None:
     trials = "run the best K plans and your own configuration for some iterations, and train with the fastest"
+    margin = "share of your step that a plan must save to replace your configuration"
+    watched = "relative increase of the step time at which --pipette-watch reacts"
     for name, metavar, default, text in (
         ("budget", "SECONDS", defaults.WARMUP_BUDGET_S, "time limit of the warm-up's measurements"),
-        (
-            "margin",
-            "FRACTION",
-            defaults.MARGIN,
-            "share of your step that a plan must save to replace your configuration",
-        ),
+        ("margin", "FRACTION", defaults.MARGIN, margin),
         ("memory-margin", "FRACTION", defaults.MEMORY_MARGIN, "share of device memory that a plan leaves free"),
-        (
-            "watch-limit",
-            "FRACTION",
-            defaults.WATCH_LIMIT,
-            "relative increase of the step time at which --pipette-watch reacts",
-        ),
+        ("watch-limit", "FRACTION", defaults.WATCH_LIMIT, watched),
         ("trials", "K", defaults.TRIALS, trials),
         ("trial-iters", "N", defaults.TRIAL_ITERS, "timed iterations of each trial"),
         ("spares", "K", defaults.SPARES, "keep K measured nodes without workers, to replace lost nodes"),
@@ -134,24 +105,15 @@ def _add_amounts_and_files(add: Callable[..., object]) -> None:
         dest = f"pipette_{name.replace('-', '_')}{'_s' if name == 'budget' else ''}"
         about = f"{text} (default {default:g})"
         add(f"{PREFIX}{name}", metavar=metavar, default=default, type=type(default), dest=dest, help=about)
-    add(
-        "--pipette-tolerate",
-        metavar="F",
-        type=int,
-        help="make plans in advance for the loss of up to F nodes, so that the job continues at once "
-        f"(default {defaults.TOLERATE} if --nnodes MIN:MAX allows it, else 0)",
+    text = (
+        "make plans in advance for the loss of up to F nodes, so that the job continues at once "
+        f"(default {defaults.TOLERATE} if --nnodes MIN:MAX allows it, else 0)"
     )
-    add(
-        "--pipette-cache",
-        metavar="DIR",
-        help="folder in which plans are kept (default: pipette-launch in your cache folder), or `off` for no cache",
-    )
-    add(
-        "--pipette-metrics-file",
-        metavar="FILE.prom",
-        type=_metrics_file,
-        help="write figures of the job to this file, for node_exporter's textfile collector (Prometheus)",
-    )
+    add("--pipette-tolerate", metavar="F", type=int, help=text)
+    text = "folder in which plans are kept (default: pipette-launch in your cache folder), or `off` for no cache"
+    add("--pipette-cache", metavar="DIR", help=text)
+    text = "write figures of the job to this file, for node_exporter's textfile collector (Prometheus)"
+    add("--pipette-metrics-file", metavar="FILE.prom", type=_metrics_file, help=text)
 
 
 def _path(text: str) -> Path | None:
@@ -199,7 +161,7 @@ def _launch(words: Sequence[str], siblings: Siblings) -> None:
         from pipette_launch.launch.node_controller import launch
 
         whole = parser()
-    check_own_flags(whole, words_before_script(whole, words))
+    check_own_flags(whole, words)
     args = parsed(whole, words)
     step = slurm.take_flags(args, slurm.given_flags(whole, words, os.environ), os.environ)
     # If the flags come from a SLURM step, the tasks of a node share one launcher.
@@ -215,27 +177,20 @@ def _launch(words: Sequence[str], siblings: Siblings) -> None:
     launch(args, options, advice=advice)
 
 
-def check_own_flags(whole: ArgumentParser, argv: Sequence[str]) -> None:
+def check_own_flags(whole: ArgumentParser, words: Sequence[str]) -> None:
     """Raise UsageError for an unknown `--pipette-` flag, which argparse would take for the script's name."""
-    known = [option for option in whole._option_string_actions if option.startswith(PREFIX)]  # noqa: SLF001
-    for word in argv:
-        name = word.split("=")[0]
+    actions = whole._option_string_actions  # noqa: SLF001
+    known = [option for option in actions if option.startswith(PREFIX)]
+    index = 0
+    # The first word that is neither a flag nor a flag's value is the script's name.
+    while index < len(words) and words[index].startswith("-"):
+        name, joined, _ = words[index].partition("=")
         if name.startswith(PREFIX) and not any(option.startswith(name) for option in known):
             # The names are compared without the common prefix, which would make all flags similar.
             near = nearest_word(name[len(PREFIX) :], [option[len(PREFIX) :] for option in known])
             hint = f"; did you mean {PREFIX}{near}?" if near else f"; known flags are {', '.join(sorted(known))}"
             raise UsageError(f"unknown flag {name}{hint}")
-
-
-def words_before_script(whole: ArgumentParser, words: Sequence[str]) -> Sequence[str]:
-    """Return the words before the script's name, found without parsing the flags."""
-    actions = whole._option_string_actions  # noqa: SLF001
-    index = 0
-    while index < len(words) and words[index].startswith("-"):
-        name, joined, _ = words[index].partition("=")
-        takes_value = name in actions and actions[name].nargs != 0 and not joined
-        index += 2 if takes_value else 1
-    return words[:index]
+        index += 2 if name in actions and actions[name].nargs != 0 and not joined else 1
 
 
 def parsed(whole: ArgumentParser, words: Sequence[str]) -> Namespace:
@@ -265,11 +220,8 @@ def options_from(args: Namespace, *, advice: str = "") -> Options:
         )
     fixed_fields(args.pipette_fix)
     own = {name.removeprefix("pipette_"): value for name, value in vars(args).items() if name.startswith("pipette_")}
-    own |= {
-        "cache": _cache(args.pipette_cache),
-        "schedules": schedule_names(args.pipette_schedules),
-        "tolerate": tolerate,
-    }
+    own |= {"cache": _cache(args.pipette_cache), "schedules": schedule_names(args.pipette_schedules)}
+    own["tolerate"] = tolerate
     options = Options(
         script=args.training_script,
         script_arguments=tuple(args.training_script_args),
@@ -317,9 +269,8 @@ def _cache(text: str | None) -> Path | None:
     if text == "off":
         return None
     root = Path(text) if text else default_root()
-    trouble = (
-        distrust(root) if root else "there is no home folder, so no plan is kept; name a folder with --pipette-cache"
-    )
+    homeless = "there is no home folder, so no plan is kept; name a folder with --pipette-cache"
+    trouble = distrust(root) if root else homeless
     if trouble:
         sys.stderr.write(f"pipette-launch: {printable(trouble)}\n")
         return None

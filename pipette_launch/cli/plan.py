@@ -23,12 +23,8 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
     flags.add_machine_flags(parser)
     flags.add_search_flags(parser)
     flags.add_reading_flags(parser)
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        type=Path,
-        help="write the plan to this file, for --pipette-plan and `pipette compare`, and a report beside it",
-    )
+    text = "write the plan to this file, for --pipette-plan and `pipette compare`, and a report beside it"
+    parser.add_argument("--out", metavar="FILE", type=Path, help=text)
     parser.add_argument("--json", action="store_true", help="print the plan's document instead of a screen")
     detail = parser.add_mutually_exclusive_group()
     detail.add_argument("-q", "--quiet", action="store_true", help="print one line with the choice and its saving")
@@ -102,19 +98,11 @@ def _add_predict_arguments(parser: ArgumentParser) -> None:
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--rank", metavar="R", type=int, help="show only the pipeline stage of this RANK")
     shown.add_argument("--stage", metavar="S", type=int, help="show only this pipeline stage (the first is 0)")
-    parser.add_argument(
-        "--method",
-        choices=("closed", "abstract"),
-        default="closed",
-        help="count memory by formula (default), or run megatron-core's own code with fake tensors",
-    )
+    text = "count memory by formula (default), or run megatron-core's own code with fake tensors"
+    parser.add_argument("--method", choices=("closed", "abstract"), default="closed", help=text)
     flags.add_reading_flags(parser)
-    parser.add_argument(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda",
-        help="kind of device that trains, if neither --cluster nor --gpu is given",
-    )
+    text = "kind of device that trains, if neither --cluster nor --gpu is given"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=text)
     parser.add_argument("--json", action="store_true", help="print a document of kind `prediction` instead of a screen")
     flags.add_script(parser)
 

@@ -25,12 +25,8 @@ def _add_report_arguments(parser: ArgumentParser) -> None:
     add("file", metavar="FILE", type=Path, help="a plan of `pipette plan --out` or of a warm-up, or a cluster.json")
     add("--html", metavar="FILE", type=Path, help="write the plan's report as one HTML file, and print nothing")
     add("--trace", metavar="FILE", type=Path, help="write the plan's steps as a trace for Perfetto, and print nothing")
-    add(
-        "--profile",
-        metavar="DIR",
-        type=Path,
-        help="--tensorboard-dir of a job with --profile --use-pytorch-profiler; --trace adds its measured passes",
-    )
+    text = "--tensorboard-dir of a job with --profile --use-pytorch-profiler; --trace adds its measured passes"
+    add("--profile", metavar="DIR", type=Path, help=text)
     add("--cluster", metavar="FILE", type=Path, help="measurements of the plan (default: cluster.json beside the plan)")
     add("-q", "--quiet", action="store_true", help="print one line with a plan's choice and its saving")
     add("--json", action="store_true", help="check the file and print its document instead of a screen")
@@ -85,13 +81,11 @@ REPORT = Subcommand(
 
 
 def _add_explain_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "words",
-        metavar="KEY",
-        nargs="*",
-        help="a label or number of a screen, such as gap or data parallel; a plan file after KEY adds its value; "
-        "without KEY, the command lists all labels",
+    text = (
+        "a label or number of a screen, such as gap or data parallel; a plan file after KEY adds its value; "
+        "without KEY, the command lists all labels"
     )
+    parser.add_argument("words", metavar="KEY", nargs="*", help=text)
     parser.add_argument("--json", action="store_true", help="print a document of kind `explained` instead of sentences")
 
 
@@ -171,11 +165,8 @@ EXPLAIN = Subcommand(
 
 def _add_devices_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", nargs="?", help="show only this device, with the source of its figures")
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print a document instead of a table: of kind `device`, for --gpu FILE, or without NAME of kind `devices`",
-    )
+    text = "print a document instead of a table: of kind `device`, for --gpu FILE, or without NAME of kind `devices`"
+    parser.add_argument("--json", action="store_true", help=text)
 
 
 def _devices(args: Namespace) -> int:

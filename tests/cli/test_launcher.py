@@ -125,7 +125,7 @@ def test_how_many_nodes_may_be_lost(flags: list[str], expected: tuple[int, int, 
 def checked_options(words: list[str]) -> Options:
     """Run all checks between argv and the launch."""
     whole = launcher.parser()
-    launcher.check_own_flags(whole, launcher.words_before_script(whole, words))
+    launcher.check_own_flags(whole, words)
     return launcher.options_from(launcher.parsed(whole, words))
 
 

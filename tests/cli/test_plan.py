@@ -148,7 +148,7 @@ def test_a_report_is_made_anew_from_a_file(
         ("--html {folder}", "--html {folder}: cannot be written"),
         (
             "--cluster {folder}/cluster.json",
-            "--cluster is only for the page and the trace; add --html FILE or --trace FILE",
+            "--cluster works only with the report and the trace; add --html FILE or --trace FILE",
         ),
         ("--html {folder}/a.html --cluster {folder}/none.json", "none.json"),
     ],

@@ -52,12 +52,7 @@ def padded_bytes(size_bytes: int, group_size: int) -> int:
 
 
 def measure(
-    options: WarmupOrder,
-    dimensions: Sequence[Dimension],
-    *,
-    first: int = 0,
-    lockstep: Lockstep,
-    budget: Budget,
+    options: WarmupOrder, dimensions: Sequence[Dimension], *, first: int = 0, lockstep: Lockstep, budget: Budget
 ) -> tuple[WorkerResult, int]:
     """Time each kind of collective of each dimension; every rank makes this call, even a rank in no group.
 

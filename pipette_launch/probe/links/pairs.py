@@ -440,11 +440,7 @@ def direction_s(left_s: float, num_rounds: int, device_kind: str) -> float:
 
 
 def measure(
-    options: WarmupOrder,
-    *,
-    lockstep: Lockstep,
-    budget: Budget,
-    between: Sequence[Round] | None = None,
+    options: WarmupOrder, *, lockstep: Lockstep, budget: Budget, between: Sequence[Round] | None = None
 ) -> WorkerResult:
     """Time pairs of local devices and pairs of hosts, and time slow pairs of hosts again; every rank makes this call.
 
@@ -507,9 +503,7 @@ def in_turns(between: Sequence[Round], within: Sequence[Round]) -> list[tuple[bo
 
 
 def settled(
-    measure: Callable[[], tuple[LinkSamples, ...]],
-    largest: Callable[[float], float],
-    has_time: Callable[[], bool],
+    measure: Callable[[], tuple[LinkSamples, ...]], largest: Callable[[float], float], has_time: Callable[[], bool]
 ) -> tuple[LinkSamples, ...]:
     """Measure links until two measurements in a row agree; returns the fastest measurement of each link.
 

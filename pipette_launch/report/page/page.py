@@ -27,10 +27,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 
 def plan_page(
-    plan: Plan,
-    measurements: Measurements | None = None,
-    picture: Picture | None = None,
-    outcome: Outcome | None = None,
+    plan: Plan, measurements: Measurements | None = None, picture: Picture | None = None, outcome: Outcome | None = None
 ) -> str:
     """Draw a plan as one HTML file without network requests.
 

@@ -403,8 +403,8 @@ def drop_shared_monitor(environ: MutableMapping[str, str], *, num_workers: int) 
     """
     if num_workers > 1 and environ.pop(MONITOR, None) is not None:
         sys.stderr.write(
-            f"pipette-launch: {MONITOR} is not passed on: it names the rank monitor that ft_launcher gave this "
-            f"launcher, and cannot watch {num_workers} workers\n"
+            f"pipette-launch: {MONITOR} is not passed on to the workers: ft_launcher gave this launcher a rank "
+            f"monitor, which cannot watch {num_workers} workers\n"
         )
 
 

@@ -121,7 +121,7 @@ def await_store(settings: RendezvousSettings, environ: Mapping[str, str] = os.en
         if settings.node_rank == 0 and not settings.is_here:
             say(
                 f"{settings.flag} {host} is no address of this machine, where --node-rank 0 opens the rendezvous; give "
-                f"all nodes this machine's name, unless {host} leads here by a way that it does not know"
+                f"all nodes this machine's name, unless {host} is forwarded to this machine"
             )
         return
     began_s, said, pauses_s = time.monotonic(), False, growing_pauses()
@@ -193,7 +193,7 @@ def port_held(port: int, settings: RendezvousSettings) -> str:
     flag = "--master-port" if settings.flag == ADDRESS else settings.flag
     cure = f"end it, or give another port with {flag}, the same on every node"
     if is_launcher and settings.most_nodes == 1:
-        cure = f"a job of --nnodes 1 has one launcher, so if that one is of another job, {cure}"
+        cure = f"a job of --nnodes 1 has one launcher; if that process belongs to another job, {cure}"
     elif is_launcher and settings.node_rank >= 0:
         cure = f"if it is this job's first node, give this launcher another --node-rank; if not, {cure}"
     return f"port {port} of this machine is held by {who}; {cure}{settings.advice}"
@@ -272,7 +272,7 @@ class Waiting:
             )
             if settings.most_nodes == 1:
                 raise ClusterError(f"{words}{settings.advice}")
-            say(f"{words}; waiting to take the place of a lost one{settings.advice}")
+            say(f"{words}; waiting to take the place of a lost node{settings.advice}")
         speaks = settings.may_host_store or settings.most_nodes <= MOST_SPEAKERS
         if speaks and len(self._names) < settings.least_nodes and waited_s >= self._next_line_s:
             self._next_line_s *= LINE_GROWTH
@@ -291,7 +291,7 @@ class Waiting:
                 ranks = within(STORE_ANSWER_S, lambda: [rank for rank, key in keys.items() if not store.check([key])])
                 if ranks:
                     return f"{where}; missing: --node-rank {_listed(ranks)}"
-        return f"{where}; each needs the same --rdzv-endpoint and --rdzv-id ({settings.run_id})"
+        return f"{where}; each launcher needs the same --rdzv-endpoint and --rdzv-id ({settings.run_id})"
 
     def _key(self, node_rank: int) -> str:
         return f"pipette/{self._settings.run_id}/node-rank/{node_rank}"

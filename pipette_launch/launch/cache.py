@@ -333,5 +333,5 @@ def kept_together(plan: Plan, job: Job, domains: Domains, source: str) -> Plan:
 
     why = fault(plan.chosen)
     if why:
-        raise PlanError(f"{source}: {plan.chosen.layout.words()} cannot run so on these hosts: {why}")
+        raise PlanError(f"{source}: {plan.chosen.layout.words()} cannot run on these hosts in this order: {why}")
     return replace(plan, alternatives=tuple(choice for choice in plan.alternatives if not fault(choice)))

@@ -162,7 +162,7 @@ class Coordinator:
             try:
                 job, plan = self.planner.fitted(step, training)
             except PipetteError as error:
-                why = f"the plan made for this cannot be used: {error}"
+                why = f"the fallback plan cannot be used: {error}"
                 return self._first(bare, records, joined(step.changes, why))
             ran = replace(step, plan=plan, proven=step.proven and plan.chosen.layout == step.plan.chosen.layout)
             following = self._train(smaller, job, plan, reason=ran.reason, is_tried=False)

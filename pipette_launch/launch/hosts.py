@@ -95,7 +95,7 @@ def hosts_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[Host,
         others = [name for name, value in zip(names, values, strict=True) if value != values[0]]
         if others:
             raise ClusterError(
-                f"{what} differ between {names[0]} and {', '.join(others)}; start the same on every node"
+                f"{what} differ between {names[0]} and {', '.join(others)}; make them equal on every node"
             )
     ranks = [record.node_rank for record in records]
     if len(set(ranks)) < len(ranks) and min(ranks) >= 0:

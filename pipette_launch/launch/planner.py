@@ -229,10 +229,10 @@ class Planner:
         try:
             job = self.read_job(sum(held.num_slots), plan.device_kind)
         except PipetteError as error:
-            logger.warning("that %s cannot be kept for later jobs: %s", found.sentence, error)
+            logger.warning("the shortage of memory (%s) cannot be kept for later jobs: %s", found.sentence, error)
             return
         file = ShortageFile(self._options.cache, host, job, self.versions)
-        file.write(found, f"that {found.sentence} cannot be kept for later jobs")
+        file.write(found, f"the shortage of memory ({found.sentence}) cannot be kept for later jobs")
 
     def surveyed_of(self, hosts: Sequence[str]) -> Measurements | None:
         """Return the measurements of these hosts; None if a host was not measured."""

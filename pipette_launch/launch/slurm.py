@@ -98,9 +98,9 @@ class Step:
         if self.num_gpus is not None and visible is not None and visible < self.num_tasks:
             raise UsageError(
                 f"{self.node} runs {self.num_tasks} tasks, and task {self.local_id} sees only GPU "
-                f"{self.visible_devices}; one task starts the workers of a whole node, so let each see all of its GPUs "
-                f"(srun --gpus-per-node={max(self.num_tasks, self.num_gpus)} without --gpus-per-task and --gpu-bind), "
-                "or start one task per node (srun --ntasks-per-node=1)"
+                f"{self.visible_devices}; one task starts the workers of a whole node, so let each task see all GPUs "
+                f"of its node (srun --gpus-per-node={max(self.num_tasks, self.num_gpus)} without --gpus-per-task and "
+                "--gpu-bind), or start one task per node (srun --ntasks-per-node=1)"
             )
         return self.num_tasks
 

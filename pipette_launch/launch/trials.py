@@ -311,8 +311,8 @@ class TrialCoordinator:
         needed = warm_ups + self._options.trial_iters
         if job.train_iters is not None and job.train_iters <= needed:
             raise MegatronError(
-                f"the job has {job.train_iters} iterations and a trial {needed}; omit --pipette-trials, or lower "
-                f"--pipette-trial-iters"
+                f"the job has {job.train_iters} iterations, and a trial needs {needed}; omit --pipette-trials, or "
+                f"lower --pipette-trial-iters"
             )
         return warm_ups
 

@@ -293,7 +293,7 @@ def test_another_process_is_shown_with_its_command() -> None:
     assert sys.executable.rpartition("/")[2][:6] in rendezvous_handler._described(os.getpid())[0]
 
 
-ALIKE = "each needs the same --rdzv-endpoint and --rdzv-id"
+ALIKE = "each launcher needs the same --rdzv-endpoint and --rdzv-id"
 
 
 class Participant(NamedTuple):
@@ -432,7 +432,7 @@ def test_a_launcher_too_many_waits_for_a_lost_node_aloud(capsys: pytest.CaptureF
     assert (
         "pipette-launch: the job at n0:29500 with --rdzv-id none already has all its 2 nodes (n0, n1), so this "
         "launcher is one too many; raise --nnodes if it belongs to that job, or give another --rdzv-endpoint "
-        "if it is another job; waiting to take the place of a lost one; SLURM\n"
+        "if it is another job; waiting to take the place of a lost node; SLURM\n"
     ) == said
 
 

@@ -334,8 +334,8 @@ def test_what_must_lie_together_no_plan_splits() -> None:
 
     assert [Layout(dp=4)] == [one.layout for one in kept.alternatives]
     assert (
-        "mine.json: tp2 pp1 dp2 mbs1 cannot run so on these hosts: it splits blocks of 2 tensor-parallel ranks, and "
-        in str(caught.value)
+        "mine.json: tp2 pp1 dp2 mbs1 cannot run on these hosts in this order: it splits blocks of 2 tensor-parallel "
+        "ranks, and " in str(caught.value)
     )
     assert adopt(swapped(made, 1, 3), tiny_job(), "k", "mine.json")
     assert adopt(replace(swapped(made, 1, 3), device_kind="cpu"), job, "k", "mine.json")

@@ -153,7 +153,7 @@ def test_a_checkpoint_that_a_template_cannot_load_outweighs_it(tmp_path: Path) -
     assert held.plan is not None
     assert 1 == held.plan.templates[0].chosen.layout.pp
     assert "2" == value(after, "--pipeline-model-parallel-size")
-    assert "node1 is lost (its agent is gone); the plan made for this cannot be used" in after.reason
+    assert "node1 is lost (its agent is gone); the fallback plan cannot be used" in after.reason
 
 
 def test_after_a_slowdown_everything_is_measured_again(tmp_path: Path) -> None:

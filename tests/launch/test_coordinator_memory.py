@@ -187,7 +187,7 @@ def test_where_no_template_needs_less_a_plan_is_made_of_what_is_known(folder: Pa
     after = ran_out(one, held, 0, 2, verdict="after-first-iteration")
 
     assert ("train", False) == (after.phase, after.is_refitted)
-    assert "the plan made for this cannot be used: it needs as much memory as a plan that ran out of it" in after.reason
+    assert "the fallback plan cannot be used: it needs as much memory as a plan that ran out of it" in after.reason
     assert "nothing is measured again" in after.reason
     assert after.plan is not None
     assert 1 - 0.92 * 0.799 == pytest.approx(after.plan.chosen.memory_shown.margin)

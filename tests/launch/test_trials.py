@@ -485,7 +485,7 @@ def test_a_trial_that_has_trained_ends_no_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "changes", "expected"),
     [
-        (("--train-iters", "7"), {}, "the job has 7 iterations and a trial 7; omit --pipette-trials"),
+        (("--train-iters", "7"), {}, "the job has 7 iterations, and a trial needs 7; omit --pipette-trials"),
         (("--my-folder", "x"), {}, "--my-folder: no flag of Megatron"),
         ((), {"is_function": True}, "--run-path: the script runs as a function"),
         ((), {"made": replace(TWO, chosen=TWO.own, alternatives=(), keeps_own=True)}, "there is no plan except"),

@@ -99,12 +99,12 @@ class LayerCounts:
         """Add the depths of multi-token prediction; recompute method `block` does not run layers of depths again."""
         depth, depths_S = Counter(job.model.prediction_kinds), job.model.mtp_num_layers * self.prediction_S
         again_S = depths_S * (layout.recompute.granularity == "full" and layout.recompute.method == "uniform")
-        return LayerCounts(
+        return replace(
+            self,
             layers_S={kind: count_S + depth[kind] * depths_S for kind, count_S in self.layers_S.items()},
             again_S={kind: count_S + depth[kind] * again_S for kind, count_S in self.again_S.items()},
             embedding_S=self.embedding_S + depths_S,
             head_S=self.head_S * (1 + job.model.mtp_num_layers),
-            prediction_S=self.prediction_S,
         )
 
     def run(self, blocks: Mapping[LayerKind, int]) -> tuple[Ints, Ints]:
@@ -245,8 +245,7 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
     gathered once a step.
     """
     sharding, copies = parameters.sharding_of(job), parameters.shard_copies(job)
-    gradient = parameters.gradient_bytes_per_parameter(job)
-    chunks = parameters.chunk_parameters(job.model, layout)
+    gradient, chunks = parameters.gradient_bytes_per_parameter(job), parameters.chunk_parameters(job.model, layout)
     dense = expert = float(gradient)
     if sharding and sharding.gradients:
         members, moved = group_sizes(layout, instances=copies), 2 * (copies - 1) / copies * gradient

@@ -164,23 +164,20 @@ def repriced(job: Job, measurements: Measurements) -> Repriced:
         return Repriced(measurements.compute, {})
     flags = ", ".join(flag for flag in job.performance_flags if flag not in plain.performance_flags)
     device = measurements.cluster.hosts[0].devices[0]
-    spec = spec_of(device)
-    if spec is GENERIC:
+    if (spec := spec_of(device)) is GENERIC:
         return Repriced(measurements.compute, {}, flags, f"no figures of {device.name} are known")
     layouts = [layout_of(job, case) for case in measurements.compute_cases()]
     try:
         here, there = _modelled(plain, spec, layouts), _modelled(job, spec, layouts)
     except FactError as error:
         return Repriced(measurements.compute, {}, flags, str(error))
-    keys = [(time.case, time.part) for time in measurements.compute]
     compute = tuple(
-        times_ratio(time, there[key], here[key]) if key in there else time
-        for key, time in zip(keys, measurements.compute, strict=True)
+        times_ratio(time, there[key], here[key]) if (key := (time.case, time.part)) in there else time
+        for time in measurements.compute
     )
     before, after = _layers_s(measurements.compute), _layers_s(compute)
-    return Repriced(
-        compute, {case: after[case] / seconds for case, seconds in before.items() if seconds}, flags, spec.name
-    )
+    factors = {case: after[case] / seconds for case, seconds in before.items() if seconds}
+    return Repriced(compute, factors, flags, spec.name)
 
 
 def _layers_s(times: Sequence[ComputeTime]) -> dict[ComputeCase, float]:

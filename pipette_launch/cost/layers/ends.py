@@ -72,11 +72,10 @@ def loss_bytes_per_logit(job: Job) -> tuple[int, int]:
     changes the logits in place (TE common/triton/cross_entropy.py).
     """
     options = performance_options(job)
-    if job.model.dtype_bytes == FP32_BYTES:
+    fuses = options.cross_entropy_loss_fusion
+    if job.model.dtype_bytes == FP32_BYTES or (fuses and options.cross_entropy_fusion_impl == "te"):
         return 0, 0
-    if not options.cross_entropy_loss_fusion:
-        return FP32_BYTES, 0
-    return (0, 0) if options.cross_entropy_fusion_impl == "te" else (FP32_BYTES, FP32_BYTES)
+    return FP32_BYTES, FP32_BYTES if fuses else 0
 
 
 def deferred_bytes(job: Job, layout: Layout) -> int:
@@ -164,11 +163,12 @@ def depth_exchanges(job: Job, layout: Layout, depths_S: Ints) -> Iterator[Exchan
         return
     size = job.model.dtype_bytes * Sizes(job.model, layout).tokens * job.model.hidden_size
     none_S = 0 * depths_S
-    yield Exchange.of("all_gather", "tp", size, depths_S, depths_S if layout.sequence_parallel else none_S)
     if layout.sequence_parallel:
+        yield Exchange.of("all_gather", "tp", size, depths_S, depths_S)
         yield Exchange.of("all_gather", "tp", 2 * size, depths_S, depths_S)
         yield Exchange.of("reduce_scatter", "tp", 2 * size, none_S, depths_S)
     else:
+        yield Exchange.of("all_gather", "tp", size, depths_S, none_S)
         yield Exchange.of("all_reduce", "tp", 2 * size, none_S, depths_S)
 
 

@@ -8,7 +8,6 @@ distributed/fsdp/src/megatron_fsdp.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -231,8 +230,7 @@ def layer_weight_bytes(job: Job) -> tuple[int, int]:
     return 2 if options.fp8_recipe == "mxfp8" else 1, 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Whole:
+class Whole(NamedTuple):
     """Bytes of gathered weights and of unreduced gradients that a rank of an FSDP job holds beside its shards."""
 
     weights: int = 0

@@ -582,10 +582,6 @@ def without_mask(job: Job) -> Job | None:
     """
     if not ends.attention_mask_bytes(job, job.own) or (not is_flash(job.model) and _RESET in job.performance_flags):
         return None
-    return _with_no_mask(job)
-
-
-def _with_no_mask(job: Job) -> Job:
     return replace(job, performance_flags=tuple(sorted((*job.performance_flags, NO_MASK))))
 
 
@@ -594,7 +590,8 @@ def mask_notes(job: Job, layout: Layout) -> tuple[str, ...]:
     whole = layout.cp * ends.attention_mask_bytes(job, layout)
     if whole and performance_options(job).sft and job.release >= _SFT_ASSERTS:
         return (f"With --sft the first sample ends the job: its data set makes no attention mask; add {NO_MASK}.",)
-    with_mask, without = ([part.total for part in peak_memory_bytes(one, layout)] for one in (job, _with_no_mask(job)))
+    bare = replace(job, performance_flags=(*job.performance_flags, NO_MASK))
+    with_mask, without = ([part.total for part in peak_memory_bytes(one, layout)] for one in (job, bare))
     raised = [rank for rank, peak in enumerate(with_mask) if peak > (1 + MATTERS) * without[rank]]
     if not raised:
         return ()

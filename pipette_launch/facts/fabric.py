@@ -257,5 +257,4 @@ def _groups_H(tier: Tier, names: Sequence[str]) -> NDArray[np.int64]:
 def _index(host: str, names: Sequence[str], what: str) -> int:
     if host not in names:
         raise FactError(f"{what}: {host} is not one of the job's hosts {names[0]} to {names[-1]}")
-
     return names.index(host)

@@ -295,7 +295,6 @@ class Decision:
         most = len(self.plan.contenders()) if self.plan and self.phase == "trial" else self.trial
         if self.attempt < 0 or not 0 <= self.trial <= most:
             raise FactError(f"attempt={self.attempt} or trial={self.trial} does not exist in the plan")
-
         if self.plan and self.choice and self.phase in ("trial", "train") and not set(self.hosts) <= {*self.plan.hosts}:
             raise FactError(f"the plan is for {', '.join(self.plan.hosts)}, not for {', '.join(self.hosts)}")
 

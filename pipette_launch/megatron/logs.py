@@ -22,7 +22,7 @@ MEMORY = re.compile(
     rf"\| max allocated: {_FIGURE} \| reserved: {_FIGURE} \| max reserved: {_FIGURE}",
     re.ASCII,
 )
-"""Memory line, which ranks of the first replica print after the first logged iteration (from 0.16 on: the second)."""
+"""Memory line of ranks of the first replica, after the first logged iteration, from 0.16 on also after the second."""
 RERUN_EXIT_CODES = (16, 17)
 """Exit codes of Megatron's rerun state machine: 16 = start again with the same layout, 17 = a result was wrong."""
 

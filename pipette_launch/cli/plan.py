@@ -114,19 +114,12 @@ def _predict(args: Namespace) -> int:
     from pipette_launch.planning.predict import predict
     from pipette_launch.report import prediction_screen
 
+    same = ("world_size", "gpu", "cluster", "fabric", "rank", "stage", "method", "memory_margin", "megatron_version")
     prediction = predict(
         args.arguments,
-        world_size=args.world_size,
+        **{name: getattr(args, name) for name in same},
         num_hosts=args.nodes,
         devices_per_host=args.gpus_per_node,
-        gpu=args.gpu,
-        cluster=args.cluster,
-        fabric=args.fabric,
-        rank=args.rank,
-        stage=args.stage,
-        method=args.method,
-        memory_margin=args.memory_margin,
-        megatron_version=args.megatron_version,
         device_kind=args.device,
         script=args.script,
         environment=os.environ,

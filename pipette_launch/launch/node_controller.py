@@ -79,7 +79,7 @@ class NodeController(Controller):
         """Cache folder of the plan that the job runs now, and of the plan's outcome."""
         self._tracker: OutcomeTracker | None = None
         self._running: tuple[Choice, tuple[int, ...]] | None = None
-        self._step_time_s = 0.0
+        """Configuration that trains, and this node's ranks; None if no plan trains."""
         self._saved_before = ""
         self._recovery = Recovery()
         self._slowdown: Slowdown | None = None
@@ -177,8 +177,7 @@ class NodeController(Controller):
 
     def _begin_attempt(self, decision: Decision) -> None:
         """Reset all counts of iterations and memory, so that no outcome mixes two attempts."""
-        self._tracker, self._running, self._step_time_s, self._saved_before = None, None, 0.0, ""
-        self._num_iterations = 0
+        self._tracker, self._running, self._saved_before, self._num_iterations = None, None, "", 0
         self._recovery.decided(decision)
         self._slowdown, self.slowed = None, ""
         if decision.phase == "train" and self._options.watch != "off":
@@ -194,7 +193,6 @@ class NodeController(Controller):
         runs = decision.choice or plan.own
         self._tracker = OutcomeTracker(plan.provenance.key, runs)
         self._running = runs, decision.ranks_of(self._token) if self._token in decision.tokens else ()
-        self._step_time_s = runs.step_time_s
         self._saved_before = megatron.saved_iteration(self._options.script_arguments)
         decided_here = self._coordinator.planner.cache.key == plan.provenance.key
         self._cache = (
@@ -270,7 +268,7 @@ class NodeController(Controller):
         """Return whether workers trained although their output shows no iteration."""
         return has_trained(
             lived_s=lived_s,
-            step_time_s=self._step_time_s,
+            step_time_s=self._running[0].step_time_s if self._running else 0.0,
             exit_codes=exit_codes,
             saved_before=self._saved_before,
             saved_now=megatron.saved_iteration(self._options.script_arguments),

@@ -306,9 +306,9 @@ def test_a_flag_that_is_not_priced_has_a_note() -> None:
     [
         (
             "--cuda-graph-impl transformer_engine",
-            "--cuda-graph-impl: what captured graphs hold is not in the predicted",
+            "--cuda-graph-impl: the memory of captured graphs is not in the predicted",
         ),
-        ("--enable-cuda-graph", "--enable-cuda-graph: what captured graphs hold is not in the predicted memory"),
+        ("--enable-cuda-graph", "--enable-cuda-graph: the memory of captured graphs is not in the predicted memory"),
         (
             "--cpu-offloading-num-layers 1 --pipeline-model-parallel-size 1",
             "--cpu-offloading-num-layers is not in the predicted memory",
@@ -358,7 +358,7 @@ def test_long_sequences_need_their_whole_mask(words: str, least_gib: int, most_g
 
     assert least_gib << 30 < max(one.peak_bytes for one in found.stages) < most_gib << 30
     assert max(one.peak_bytes for one in bare.stages) < max(one.peak_bytes for one in found.stages)
-    assert any("--no-create-attention-mask-in-dataloader leaves it out" in note for note in found.notes)
+    assert any("--no-create-attention-mask-in-dataloader leaves the mask out" in note for note in found.notes)
     assert not any("attention mask" in note for note in bare.notes)
 
 

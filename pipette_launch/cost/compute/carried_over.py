@@ -93,7 +93,7 @@ def with_extrapolated_times(job: Job, measurements: Measurements) -> Measurement
                 added.append(replace(times_ratio(time, there, here), case=case, source="modelled"))
     names = ", ".join(f"tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}" for case in missing[:3])
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-    note = f"compute: {names}{more} were not measured; their times are measured ones, carried over by a device model"
+    note = f"compute: {names}{more} were not measured; a device model carried over the times of measured cases"
     return replace(measurements, compute=(*measurements.compute, *added), notes=(*measurements.notes, note))
 
 
@@ -215,8 +215,8 @@ def with_cached_times(measurements: Measurements, earlier: Measurements | None) 
         return measurements
     cases = {time.case for time in added}
     note = (
-        f"compute: times of {len(cases)} more cases are those of the warm-up at {earlier.taken_at}, times {pace:.2f}: "
-        f"the ratio of now to then for a case measured both times"
+        f"compute: times of {len(cases)} more cases come from the warm-up at {earlier.taken_at}, multiplied by "
+        f"{pace:.2f}, the ratio of today's to earlier times of cases that both warm-ups measured"
     )
     return replace(
         measurements,

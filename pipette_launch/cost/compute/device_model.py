@@ -223,7 +223,7 @@ def assumptions(
     if sizes and is_flash(job.model):
         sentences.append(
             f"{len(sizes)} of {job.model.num_layers} layers attend to a window of {max(sizes)} tokens; each layer is "
-            f"priced at the mean of all."
+            f"priced as the mean of all layers."
         )
     sentences += [
         f"Flash attention's products reach {efficiency.attention_share:.0%} of {peak}.",

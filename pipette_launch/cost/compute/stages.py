@@ -21,8 +21,8 @@ from pipette_launch.facts.model import LayerKind
 from pipette_launch.megatron.performance import performance_options
 
 _CORE, _PREDICTION = "core_attention", "prediction"
-_MODELLED = "Compute time of {} was not measured; it is carried over from a measured case by a model of the device."
-_CACHED = "Compute time of {} was not measured now; it is that of an earlier warm-up of these machines."
+_MODELLED = "Compute time of {} was not measured. A model of the device carried it over from a measured case."
+_CACHED = "Compute time of {} was not measured now. The time comes from an earlier warm-up of these machines."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +125,7 @@ class ComputeTable:
             said = {"modelled": _MODELLED, "cached": _CACHED}.get(self._origins.get(case, "measured"))
             return said and said.format(_words(case))
         return (
-            f"Compute time of {_words(case)} was not measured; it is that of {_words(source)} times "
+            f"Compute time of {_words(case)} was not measured. The time of {_words(source)} is multiplied by "
             f"{_tokens(case, source):g}, in proportion to the tokens."
         )
 
@@ -137,7 +137,7 @@ class ComputeTable:
             return None
         if source not in factors:
             return f"Layers were timed and priced without {flags}: {origin}."
-        return f"Layers were timed without {flags}, and priced at {factors[source]:.2f} of that by a model of {origin}."
+        return f"Layers were timed without {flags}. A model of {origin} multiplies their time by {factors[source]:.2f}."
 
     def chunk_passes(self, layout: Layout) -> tuple[Passes, ...]:
         """Return the passes of one micro-batch on each chunk in model order, with recompute, without communication.

@@ -148,19 +148,20 @@ def uncounted(job: Job) -> tuple[str, ...]:
     flags = [flag_of(name) for name in names if getattr(options, name) not in (False, "none")]
     if flags:
         found.append(
-            f"{flags[0]}: what captured graphs hold is not in the predicted memory; devices hold some GB more, and up "
-            f"to twice as much where whole iterations are captured."
+            f"{flags[0]}: the memory of captured graphs is not in the predicted memory. Devices hold some GB more, and "
+            f"up to twice the predicted memory if whole iterations are captured."
         )
     if options.cpu_offloading_num_layers:
         found.append(
-            f"{flag_of('cpu_offloading_num_layers')} is not in the predicted memory: activations are counted as kept "
-            f"on the device, and the peak may be too high."
+            f"{flag_of('cpu_offloading_num_layers')} is not in the predicted memory: all activations are counted on "
+            f"the device, and the predicted peak may be too high."
         )
     allocator = allocator_options(job.allocator_config)
     unknown = [name for name in UNCOUNTED_OPTIONS if allocator.get(name, NATIVE) != NATIVE]
     if unknown:
         found.append(
-            f"Not in the allocator's reserve: {', '.join(unknown)} of {VARIABLES[0]}; it may be larger or smaller."
+            f"Not in the allocator's reserve: {', '.join(unknown)} of {VARIABLES[0]}. The reserve may be larger or "
+            f"smaller."
         )
     return tuple(found)
 

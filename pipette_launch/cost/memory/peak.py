@@ -589,7 +589,9 @@ def mask_notes(job: Job, layout: Layout) -> tuple[str, ...]:
     """Return a sentence with the stage whose peak the mask raises, and the flag that prevents the mask."""
     whole = layout.cp * ends.attention_mask_bytes(job, layout)
     if whole and performance_options(job).sft and job.release >= _SFT_ASSERTS:
-        return (f"With --sft the first sample ends the job: its data set makes no attention mask; add {NO_MASK}.",)
+        return (
+            f"With --sft the first sample ends the job, because the data set makes no attention mask; add {NO_MASK}.",
+        )
     bare = replace(job, performance_flags=(*job.performance_flags, NO_MASK))
     with_mask, without = ([part.total for part in peak_memory_bytes(one, layout)] for one in (job, bare))
     raised = [rank for rank, peak in enumerate(with_mask) if peak > (1 + MATTERS) * without[rank]]
@@ -598,12 +600,12 @@ def mask_notes(job: Job, layout: Layout) -> tuple[str, ...]:
     fullest = max(raised, key=lambda rank: with_mask[rank])
     cut = " before context parallelism cuts it" if layout.cp > 1 else ""
     need, bare_need = bytes_text(with_mask[fullest]), bytes_text(without[fullest])
-    advice = f"{NO_MASK} leaves it out; causal attention needs none. " if without_mask(job) else ""
+    advice = f"{NO_MASK} leaves the mask out, which causal attention does not need. " if without_mask(job) else ""
     workers = performance_options(job).num_workers
     maker = f"each of the {workers} {plural('worker', workers)} of a data loader" if workers else "the data loader"
     note = (
-        f"The data loader's attention mask, {bytes_text(whole)} a micro-batch, goes whole to the device{cut}: with it "
-        f"the tensors of stage {fullest} need {need}, without it {bare_need}. {advice}To make one, {maker} needs "
-        f"{bytes_text(_HOST_BYTES * job.model.seq_length**2)} of host memory."
+        f"The data loader's attention mask, {bytes_text(whole)} a micro-batch, goes whole to the device{cut}: with the "
+        f"mask the tensors of stage {fullest} need {need}, without it {bare_need}. {advice}To make a mask, {maker} "
+        f"needs {bytes_text(_HOST_BYTES * job.model.seq_length**2)} of host memory."
     )
     return (note,)

@@ -195,7 +195,7 @@ def test_the_factor_stands_beside_the_plan() -> None:
     (scaled,), (left,) = ([note for note in notes if "Layers were timed" in note] for notes in (known, unknown))
     factor = f"{layer_s(job, bf16_measurements()) / 3e-3:.2f}"
     flags = f"--cuda-graph-impl local, {FP8}"
-    assert f"Layers were timed without {flags}, and priced at {factor} of that by a model of H100-SXM." == scaled
+    assert f"Layers were timed without {flags}. A model of H100-SXM multiplies their time by {factor}." == scaled
     assert f"Layers were timed and priced without {flags}: no figures of Gaudi 3 are known." == left
     assert pytest.approx(3e-3) == layer_s(job, bf16_measurements("Gaudi 3"))
 
@@ -250,7 +250,7 @@ def test_a_case_of_an_earlier_warm_up_is_brought_to_todays_pace() -> None:
     assert {"cached"} == {time.source for time in added}
     assert pytest.approx(0.55e-3) == next(time for time in added if time.part == "layer").forward.median_s
     assert () == found.unmeasured
-    assert "times of 1 more cases are those of the warm-up at 2026-11-21T00:00:00Z, times 1.10" in found.notes[-1]
+    assert "times of 1 more cases come from the warm-up at 2026-11-21T00:00:00Z, multiplied by 1.10" in found.notes[-1]
 
 
 @pytest.mark.parametrize(

@@ -537,7 +537,7 @@ def mask_job(*flags: str, **changes: object) -> Job:
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
-        (Layout(), "4.00 GiB a micro-batch, goes whole to the device: with it the tensors of stage 0 need "),
+        (Layout(), "4.00 GiB a micro-batch, goes whole to the device: with the mask the tensors of stage 0 need "),
         (Layout(cp=8, micro_batch_size=2), "8.00 GiB a micro-batch, goes whole to the device before context parallel"),
         (Layout(pp=2, cp=2), "4.00 GiB a micro-batch, goes whole to the device before context parallelism cuts it"),
     ],
@@ -547,7 +547,7 @@ def test_a_large_mask_is_named(layout: Layout, expected: str) -> None:
     (note,) = mask_notes(mask_job(), layout)
 
     assert f"The data loader's attention mask, {expected}" in note
-    assert f"{NO_MASK} leaves it out" in note
+    assert f"{NO_MASK} leaves the mask out" in note
     assert "each of the 2 workers of a data loader needs 32.00 GiB of host memory" in note
 
 

@@ -154,8 +154,8 @@ def test_a_missing_microbatch_is_scaled_by_tokens() -> None:
     assert scaled.source(wanted) == replace(CASE, micro_batch_size=2)
     assert milliseconds(scaled.chunk_passes(Layout(micro_batch_size=4))) == [(18.4, 36.8, 0)]
     assert scaled.note(wanted) == (
-        "Compute time of tp=1 cp=1 micro-batch 4 was not measured. The time of tp=1 cp=1 micro-batch 2 is multiplied by "
-        "2, in proportion to the tokens."
+        "Compute time of tp=1 cp=1 micro-batch 4 was not measured. The time of tp=1 cp=1 micro-batch 2 is multiplied "
+        "by 2, in proportion to the tokens."
     )
     assert table().note(CASE) is None
 

@@ -344,20 +344,17 @@ def judge(hosts: Sequence[Host], conditions: Sequence[Sequence[DeviceCondition]]
     return faults_first(found)
 
 
-def link_verdicts(names: Sequence[str], bandwidth_HH: Matrix, again_HH: Matrix) -> tuple[Verdict, ...]:
-    """Return the hosts and links that two measurements find slow; matrices as for `confirmed_links`."""
+def link_verdicts(names: Sequence[str], bandwidth_HH: Matrix, again_HH: Matrix) -> Iterator[Verdict]:
+    """Yield the hosts and links that two measurements find slow; matrices as for `confirmed_links`."""
     slow_hosts = confirmed_hosts(bandwidth_HH, again_HH)
-    found = []
     for host in dict.fromkeys(one.host for one in slow_hosts):
         ways = [one for one in slow_hosts if one.host == host]
-        found.append(
-            Verdict(
-                kind="slow-host",
-                host=names[host],
-                figure=" and ".join(f"{one.direction} at most {rate_text(one.bytes_per_s)}" for one in ways),
-                peers=" and ".join(dict.fromkeys(rate_text(one.peers_bytes_per_s) for one in ways)),
-                advice=f"check its NICs and where it is plugged in, or {exclude(names[host])}",
-            )
+        yield Verdict(
+            kind="slow-host",
+            host=names[host],
+            figure=" and ".join(f"{one.direction} at most {rate_text(one.bytes_per_s)}" for one in ways),
+            peers=" and ".join(dict.fromkeys(rate_text(one.peers_bytes_per_s) for one in ways)),
+            advice=f"check its NICs and where it is plugged in, or {exclude(names[host])}",
         )
     by_pair = {(link.source, link.target): link for link in confirmed_links(bandwidth_HH, again_HH)}
     for (source, target), link in by_pair.items():
@@ -366,22 +363,18 @@ def link_verdicts(names: Sequence[str], bandwidth_HH: Matrix, again_HH: Matrix) 
         if back is not None and (back.bytes_per_s, back.source) < (link.bytes_per_s, source):
             continue
         other = f", and {rate_text(back.bytes_per_s)} the other way" if back else " this way only"
-        found.append(
-            Verdict(
-                kind="slow-link",
-                host=names[source],
-                other_host=names[target],
-                figure=f"sends {rate_text(link.bytes_per_s)}{other}",
-                peers=rate_text(link.peers_bytes_per_s),
-                advice=f"check cable and port, or {exclude(names[source], names[target])}",
-            )
+        yield Verdict(
+            kind="slow-link",
+            host=names[source],
+            other_host=names[target],
+            figure=f"sends {rate_text(link.bytes_per_s)}{other}",
+            peers=rate_text(link.peers_bytes_per_s),
+            advice=f"check cable and port, or {exclude(names[source], names[target])}",
         )
-    return tuple(found)
 
 
-def device_verdicts(hosts: Sequence[Host], slow: Sequence[SlowSlot]) -> tuple[Verdict, ...]:
-    """Return a verdict on each device that computes slowly, or one verdict on a host if all its devices do."""
-    found = []
+def device_verdicts(hosts: Sequence[Host], slow: Sequence[SlowSlot]) -> Iterator[Verdict]:
+    """Yield a verdict on each device that computes slowly, or one verdict on a host if all its devices do."""
     first_slot = 0
     for host in hosts:
         mine = [one for one in slow if 0 <= one.slot - first_slot < len(host.devices)]
@@ -391,18 +384,15 @@ def device_verdicts(hosts: Sequence[Host], slow: Sequence[SlowSlot]) -> tuple[Ve
         for one in mine:
             speed = one.peers_seconds / one.seconds
             figure = f"takes {seconds_text(one.seconds)} for the same layer, {speed:.2f} of its peers' speed"
-            found.append(
-                Verdict(
-                    kind="slow-host" if together else "slow-device",
-                    host=host.name,
-                    device="" if together else host.devices[one.slot - first_slot].uuid,
-                    figure=f"each of its {len(host.devices)} devices {figure}" if together else figure,
-                    peers=f"take {seconds_text(one.peers_seconds)}",
-                    advice=exclude(host.name),
-                )
+            yield Verdict(
+                kind="slow-host" if together else "slow-device",
+                host=host.name,
+                device="" if together else host.devices[one.slot - first_slot].uuid,
+                figure=f"each of its {len(host.devices)} devices {figure}" if together else figure,
+                peers=f"take {seconds_text(one.peers_seconds)}",
+                advice=exclude(host.name),
             )
         first_slot += len(host.devices)
-    return tuple(found)
 
 
 def faults_first(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
@@ -494,11 +484,8 @@ def _pcie(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
     lanes, best = _usual(peers, "pcie_width"), _usual(peers, "pcie_generation_max")
     is_alone = len(peers) == 1
     for one in peers:
-        width, at_most, newest = (
-            one.condition.pcie_width,
-            one.condition.pcie_width_max,
-            one.condition.pcie_generation_max,
-        )
+        condition = one.condition
+        width, at_most, newest = condition.pcie_width, condition.pcie_width_max, condition.pcie_generation_max
         if width is not None and lanes is not None and width < max(lanes, at_most or 0):
             figure = f"uses {width}{f' of {at_most}' if at_most and at_most > width else ''} PCIe lanes"
             advice = f"reseat or reset it, or {exclude(one.host)}"

@@ -261,14 +261,7 @@ def _alike(lines: Mapping[Pair, Line], members: Iterable[int]) -> dict[Pair, Lin
 def _sends(fits: Mapping[Pair, LinkFit]) -> tuple[CollectiveTime, ...]:
     """Return one entry for each measured pair of slots; with many pairs, only for unstable pairs."""
     return tuple(
-        CollectiveTime(
-            kind="send",
-            slots=pair,
-            latency_s=fit.line.latency_s,
-            seconds_per_byte=fit.line.seconds_per_byte,
-            spread=fit.spread,
-            sizes_bytes=fit.sizes_bytes,
-        )
+        CollectiveTime(kind="send", slots=pair, **fit.line._asdict(), spread=fit.spread, sizes_bytes=fit.sizes_bytes)
         for pair, fit in sorted(fits.items())
         if len(fits) <= MAX_SEND_ENTRIES or fit.spread > UNSTABLE_SPREAD
     )
@@ -304,11 +297,7 @@ def _group_time(dimension: Dimension, by_slot: Mapping[int, GroupSamples]) -> Co
     seconds, slots = timed[(len(timed) - 1) // 2]
     sample = by_slot[slots[0]]
     line = fit_line(sample.sizes_bytes, seconds)
+    spread = max(by_slot[slot].samples[-1].spread for slot in slots)
     return CollectiveTime(
-        kind=sample.kind,
-        slots=slots,
-        latency_s=line.latency_s,
-        seconds_per_byte=line.seconds_per_byte,
-        spread=max(by_slot[slot].samples[-1].spread for slot in slots),
-        sizes_bytes=sample.sizes_bytes,
+        kind=sample.kind, slots=slots, **line._asdict(), spread=spread, sizes_bytes=sample.sizes_bytes
     )

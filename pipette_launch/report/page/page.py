@@ -41,37 +41,34 @@ def plan_page(
 
     """
     runs = " ".join(sorted({_run(choice.layout, choice.placement) for choice in (*plan.candidates(), plan.own)}))
-    return (
-        _environment()
-        .get_template("page.html")
-        .render(
-            policy=POLICY,
-            style=_text("page.css"),
-            script=_text("page.js"),
-            plan=plan,
-            runs=f"{plan.provenance.key} {runs}",
-            title=plan.chosen.layout.words(),
-            tiles=choices.tiles(plan),
-            changes=choices.what_changes(plan),
-            alternatives=choices.alternatives(plan),
-            search=choices.tables_of_the_search(plan),
-            time=choices.step_parts(plan),
-            trials=trials_table(plan),
-            outcome=None if outcome is None else outcome_table(outcome),
-            memory=memory_view(plan, picture),
-            timeline=choices.timeline_view(plan, picture),
-            links=machines.links_view(plan, measurements),
-            placement=machines.placement_view(plan),
-            layers=machines.layers_view(plan, measurements),
-            problems=machines.health_table(measurements),
-            is_measured=measurements is not None and plan.provenance.source != "imagined",
-            job=_job(plan),
-            flags=_flags(plan),
-            notes=[note for note in plan.notes if not note.startswith(NOT_MODELLED)],
-            gaps=[note.removeprefix(NOT_MODELLED) for note in plan.notes if note.startswith(NOT_MODELLED)],
-            solve=seconds_text(plan.solve_s),
-            num_layouts=f"{plan.num_layouts:,}",
-        )
+    template = _environment().get_template("page.html")
+    return template.render(
+        policy=POLICY,
+        style=_text("page.css"),
+        script=_text("page.js"),
+        plan=plan,
+        runs=f"{plan.provenance.key} {runs}",
+        title=plan.chosen.layout.words(),
+        tiles=choices.tiles(plan),
+        changes=choices.what_changes(plan),
+        alternatives=choices.alternatives(plan),
+        search=choices.tables_of_the_search(plan),
+        time=choices.step_parts(plan),
+        trials=trials_table(plan),
+        outcome=None if outcome is None else outcome_table(outcome),
+        memory=memory_view(plan, picture),
+        timeline=choices.timeline_view(plan, picture),
+        links=machines.links_view(plan, measurements),
+        placement=machines.placement_view(plan),
+        layers=machines.layers_view(plan, measurements),
+        problems=machines.health_table(measurements),
+        is_measured=measurements is not None and plan.provenance.source != "imagined",
+        job=_job(plan),
+        flags=_flags(plan),
+        notes=[note for note in plan.notes if not note.startswith(NOT_MODELLED)],
+        gaps=[note.removeprefix(NOT_MODELLED) for note in plan.notes if note.startswith(NOT_MODELLED)],
+        solve=seconds_text(plan.solve_s),
+        num_layouts=f"{plan.num_layouts:,}",
     )
 
 

@@ -114,6 +114,15 @@ def _seen_optimizer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     return optimizer
 
 
+@wrapping
+def _trains(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let Megatron-LM's trainer train on a stage without data, which learns from another rank that it should."""
+    iterators = original(*args, **kwargs)
+    if _playing:
+        sys.modules["megatron.training.global_vars"].get_args().do_train = True
+    return iterators
+
+
 @functools.cache
 def open_door() -> None:
     """Put the replacements into torch and megatron-core, and the guard into this process."""
@@ -122,6 +131,7 @@ def open_door() -> None:
         (
             *in_module("torch.distributed", {"init_process_group": _fake_group, "new_group": _own_groups}),
             *in_module("megatron.core.optimizer", {"get_megatron_optimizer": _seen_optimizer}),
+            *in_module("megatron.training.training", {"build_train_valid_test_data_iterators": _trains}),
             *(
                 each
                 for module in ("megatron.core.pipeline_parallel", "megatron.core.pipeline_parallel.schedules")

@@ -89,8 +89,10 @@ def run_stage(
         if play.num_steps > _STEPS:
             meter.mark()
             raise Stop
-        if play.num_steps == 1 and skips_first:
-            return None
+        if play.num_steps == 1:
+            # The first step makes the optimizer's states. Interleaved stages take micro-batches in groups.
+            few = 1 if layout.vpp == 1 else layout.microbatch_group_size or layout.pp
+            return None if skips_first else step.run(num_microbatches=min(few, num_microbatches))
         return step.run(num_microbatches=num_microbatches)
 
     rank = first_rank(layout, pp_rank)

@@ -114,6 +114,8 @@ UNPLAYED = (
 OF_MANY_LAYERS = (r"use_\w*fsdp2?", "window_size", "window_attn_skip_freq", *SPLIT_DESTS, *PATTERN_DESTS)
 """Flags that a script does not get while single layers are measured, as regular expressions."""
 DATA = (r"data_path|\w+_data_path|\w*data_args_path|data_cache_path",)
+FORCED_BALANCE = "--moe-router-force-load-balancing"
+"""Flag by which Megatron's router chooses experts at random, because received tokens of a fake group are garbage."""
 WARM_UPS = 2
 """Number of first iterations that a trial does not count, because of compilation, new communicators and cold caches."""
 
@@ -171,6 +173,8 @@ def played_arguments(
     written = given.without(*(token.dest for token in given.tokens if token.dest and re.fullmatch(gone, token.dest)))
     if mocks_data:
         written = written.with_flag("--mock-data").with_value("num_workers", 0)
+        if job.model.num_experts and FORCED_BALANCE in given.table:
+            written = written.with_flag(FORCED_BALANCE)
     if single_layers:
         model = job.model
         written = written.with_value(known_dest(written, "num_layers"), model.num_layers)

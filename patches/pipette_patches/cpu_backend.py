@@ -32,7 +32,7 @@ from pipette_patches.replacements import (
     nothing,
     wrapping,
 )
-from pipette_patches.without_cuda import WITHOUT_ENGINE, torch_without_cuda, without_fp8
+from pipette_patches.without_cuda import LOCAL_LAYERS, WITHOUT_ENGINE, torch_without_cuda, without_fp8
 
 logger = logging.getLogger(__name__)
 
@@ -263,6 +263,7 @@ def _keeping_steps(original: Callable[..., None], optimizer: Any, model_param: A
 _RANDOM = "megatron.core.tensor_parallel.random"
 CORE = (
     *WITHOUT_ENGINE,
+    *(() if importlib.util.find_spec("transformer_engine") else LOCAL_LAYERS),
     *in_module("megatron.core.model_parallel_config", {"ModelParallelConfig.__post_init__": _without_kernels}),
     *in_module(
         _RANDOM,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -22,7 +22,6 @@ class NotModelledError(PipetteError):
     """The job uses something that abstract execution cannot count."""
 
 
-PartName = Literal["layer", "moe_layer", "embedding", "head", "core_attention", "prediction"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _Convert = Callable[[str], Any]
 _FlagTable = dict[str, tuple[str, _Convert]]

@@ -7,6 +7,7 @@ execution. No call waits.
 import contextlib
 import copy
 import functools
+import importlib
 import importlib.util
 import inspect
 import time
@@ -229,6 +230,47 @@ def _a_class(original: Any) -> Any:
     return original if isinstance(original, type) else type("Absent", (), {})
 
 
+def _local(module: str, name: str, *, after_norm: bool = False) -> Callable[[Any], Any]:
+    """Replace a class of Transformer Engine by Megatron's own class, with a norm before it if `after_norm`."""
+
+    def make(_original: Any) -> Any:
+        def new(_cls: type, *args: Any, **kwargs: Any) -> Any:
+            layer = getattr(importlib.import_module(module), name)(*args, **kwargs)
+            if not after_norm:
+                return layer
+            norm = importlib.import_module(_NORM).WrappedTorchNorm
+            config = kwargs["config"]
+            return _NormedLinear(norm(config, args[0], config.layernorm_epsilon), layer)
+
+        return type(name, (), {"__new__": new})
+
+    return make
+
+
+class _NormedLinear(torch.nn.Module):
+    """A norm and a linear layer, like Transformer Engine's LayerNormLinear."""
+
+    def __init__(self, norm: torch.nn.Module, linear: torch.nn.Module) -> None:
+        super().__init__()
+        self.norm, self.linear = norm, linear
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        """Return the output and the bias of the linear layer."""
+        return self.linear(self.norm(hidden))
+
+
+_NORM, _LINEAR = "megatron.core.transformer.torch_norm", "megatron.core.tensor_parallel.layers"
+LOCAL_LAYERS = in_module(
+    "megatron.core.extensions.transformer_engine",
+    {
+        "TENorm": _local(_NORM, "WrappedTorchNorm"),
+        "TEColumnParallelLinear": _local(_LINEAR, "ColumnParallelLinear"),
+        "TERowParallelLinear": _local(_LINEAR, "RowParallelLinear"),
+        "TELayerNormColumnParallelLinear": _local(_LINEAR, "ColumnParallelLinear", after_norm=True),
+        "TEDotProductAttention": _local("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
+    },
+)
+"""Megatron's own layers in place of Transformer Engine's, which Megatron's specs of hybrid models name."""
 WITHOUT_ENGINE = (
     *in_module("megatron.core.transformer.torch_norm", {"WrappedTorchNorm.__new__": _norm_for_sequence_parallel}),
     # Without Transformer Engine, Megatron reads the name below but never defines the name.

@@ -20,8 +20,9 @@ import torch
 
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import ComputeCase, Job, Layout
+from pipette_launch.facts.measurements import Part as PartName
 from pipette_patches import registry
-from pipette_patches.megatron_config import PartName, left_out
+from pipette_patches.megatron_config import left_out
 from pipette_patches.one_rank import Size, Trainer, import_megatron, initialize
 from pipette_patches.play import Play, PlayError, Step, Stop, played
 from pipette_patches.storage_meter import StorageMeter
@@ -126,6 +127,8 @@ def workload(
     """
     small, layout, notes = one_of_each(job, case, device_kind=device_kind)
     if program is None:
+        if job.model.hybrid or any(flag.startswith("--spec ") for flag in job.performance_flags):
+            raise WorkloadError("only the job's own script builds a hybrid model, or layers of a module of your own")
         small, changes, more = as_run_here(small, device_kind)
         notes += more
         start: Callable[[], object] = lambda: from_flags(small, layout, changes=changes)  # noqa: E731
@@ -158,18 +161,22 @@ def one_of_each(job: Job, case: ComputeCase, *, device_kind: str) -> tuple[Job, 
     Each expert gets as many tokens as in the job: the model has one rank's share of the experts, and no expert
     parallelism.
     """
-    model = job.model
+    model, hybrid = job.model, job.model.hybrid
     notes: tuple[str, ...] = ()
     kinds = tuple(sorted(set(model.moe_layer_freq))) if model.num_experts else (0,)
+    if hybrid:
+        hybrid = dataclasses.replace(hybrid, pattern="".join(dict.fromkeys(hybrid.pattern)))
+        kinds = (0,) * len(hybrid.pattern)
     # Windows differ between layers, so all layers are timed without windows.
     changes: dict[str, Any] = {
         "num_layers": len(kinds),
         "mtp_num_layers": min(model.mtp_num_layers, 1),
         "attention_windows": (),
+        "hybrid": hybrid,
     }
     if model.num_experts:
         local_experts = max(model.num_experts // job.own.ep, model.moe_router_topk)
-        changes |= {"num_experts": local_experts, "moe_layer_freq": kinds}
+        changes |= {"num_experts": local_experts} | ({} if hybrid else {"moe_layer_freq": kinds})
         if local_experts != model.num_experts:
             share = f"{local_experts} of {model.num_experts} experts, one rank's share at ep{job.own.ep}"
             notes = (f"MoE layers were measured with {share}",)
@@ -312,13 +319,20 @@ def _parts(seen: _Seen, job: Job) -> tuple[tuple[Part, ...], torch.Tensor]:
     """Return the parts of the model that a program has built, and the token ids of its first forward."""
     gpt, model = seen.model, job.model
     layers = list(gpt.decoder.layers)
+    # Hybrid models name their last norm in another way than GPTModel.
+    norm = getattr(gpt.decoder, "final_norm", None) or gpt.decoder.final_layernorm
     hidden = seen.calls[layers[0]][1]["hidden_states"].detach().normal_().requires_grad_()
     args, kwargs = seen.calls[gpt.embedding]
     ids: torch.Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
     tied = None if model.untie_embeddings_and_output_weights else gpt.shared_embedding_or_output_weight()
 
     def run(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda flow: seen.again(layer, hidden_states=flow)[0]
+        def forward(flow: torch.Tensor) -> torch.Tensor:
+            # A transformer layer also returns its context, a Mamba layer does not.
+            output = seen.again(layer, hidden_states=flow)
+            return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
+
+        return forward
 
     def loss_of(normed: torch.Tensor) -> torch.Tensor:
         logits, _bias = gpt.output_layer(normed, weight=tied)
@@ -333,26 +347,28 @@ def _parts(seen: _Seen, job: Job) -> tuple[tuple[Part, ...], torch.Tensor]:
         parameters = tuple(module.parameters())
         return Part(name=name, parameters=parameters, forward=forward, accumulating=seen.wrapped.no_sync, **options)
 
-    timed = [
+    found = [
         part(
-            "moe_layer" if model.num_experts and model.moe_layer_freq[index] else "layer",
+            kind,
             layer,
             _chain(run(layer), hidden),
             source=hidden,
             chains=True,
             recomputed=_chain(_checkpointed(run(layer)), hidden),
         )
-        for index, layer in enumerate(layers)
+        for kind, layer in zip(model.layer_kinds, layers, strict=True)
     ]
-    query, core, chains = _attention_core(layers[0], lambda: run(layers[0])(hidden))
     words = gpt.embedding if tied is not None else gpt.output_layer
-    head = torch.nn.ModuleList([gpt.decoder.final_layernorm, words])
-    found = [
-        *timed,
-        part("embedding", gpt.embedding, lambda _: seen.again(gpt.embedding), source=None, chains=False),
-        part("head", head, lambda _: loss_of(gpt.decoder.final_layernorm(hidden)), source=hidden, chains=False),
-        part("core_attention", layers[0].self_attention.core_attention, core, source=query, chains=chains),
-    ]
+    head = torch.nn.ModuleList([norm, words])
+    found.append(part("embedding", gpt.embedding, lambda _: seen.again(gpt.embedding), source=None, chains=False))
+    found.append(part("head", head, lambda _: loss_of(norm(hidden)), source=hidden, chains=False))
+    attentive = next(
+        (layer for layer in layers if hasattr(getattr(layer, "self_attention", None), "core_attention")), None
+    )
+    if attentive is not None:
+        query, core, chains = _attention_core(attentive, lambda: run(attentive)(hidden))
+        module = attentive.self_attention.core_attention
+        found.append(part("core_attention", module, core, source=query, chains=chains))
     if model.mtp_num_layers:
         modules = torch.nn.ModuleList([gpt.mtp, gpt.embedding, words])
         found.append(part("prediction", modules, predict, source=hidden, chains=False))

@@ -43,7 +43,7 @@ class HybridLayers:
         if strange or not self.pattern:
             raise FactError(f"layers of a hybrid model are {' '.join(LETTERS)}, got {' '.join(strange) or 'none'}")
         heads, groups = self.mamba_num_heads, self.mamba_num_groups
-        if heads % groups:
+        if "M" in self.pattern + self.mtp_pattern and heads % groups:
             raise FactError(f"mamba_num_groups={groups} does not divide mamba_num_heads={heads}")
 
     @property

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Job
 from pipette_launch.facts.job import PerformanceOptions
+from pipette_launch.megatron.chunks import has_own_spec
 from pipette_launch.megatron.flags import Arguments, releases
 
 _ITEM_TYPES = {
@@ -38,11 +39,11 @@ EXPANDABLE = "expandable_segments"
 
 
 def performance_flags(arguments: Arguments) -> tuple[str, ...]:
-    """Return the flags in `DESTS` as sorted texts `--flag value`. The last of several values counts."""
+    """Return the flags in `DESTS`, and a module of own layers, as sorted texts `--flag value`."""
     last = {
         token.flag.dest: " ".join((*token.words[0].split("=", 1), *token.words[1:]))
         for token in arguments.tokens
-        if token.flag and token.flag.dest in DESTS
+        if token.flag and (token.flag.dest in DESTS or (token.flag.dest == "spec" and has_own_spec(arguments)))
     }
     return tuple(sorted(last.values()))
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pipette_launch.errors import OptionError
 from pipette_launch.facts import Layout, files
 from pipette_launch.facts.layout import OVERLAPS
-from pipette_launch.megatron.chunks import HYBRID_SPECS, hybrid_pattern
+from pipette_launch.megatron.chunks import has_own_spec, hybrid_pattern
 from pipette_launch.megatron.flags import Arguments, release_of
 from pipette_launch.megatron.layout import OPTIMIZER_FIELDS
 from pipette_launch.text import did_you_mean
@@ -96,13 +96,11 @@ def check_planned(arguments: Arguments, *, for_prediction: bool = False, without
         if str(value) == refused_value if refused_value else is_on:
             raise arguments.refusal(reason, dest)
     _check_offloading(arguments)
-    if arguments.get("spec") not in (None, [], ["local"]) and arguments.get("spec")[-1] not in HYBRID_SPECS:
+    # The warm-up runs the script, and so layers from any module.
+    if has_own_spec(arguments) and not needs_warm_up:
         raise arguments.refusal("layers from a module of your own are not modelled", "spec")
-    if not hybrid_pattern(arguments):
-        return
-    if needs_warm_up:
-        raise arguments.refusal(UNTIMED["hybrid_layer_pattern"], "spec")
-    _check_hybrid(arguments)
+    if hybrid_pattern(arguments):
+        _check_hybrid(arguments)
 
 
 def _check_offloading(arguments: Arguments) -> None:

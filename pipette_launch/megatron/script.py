@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Job, Layout
 from pipette_launch.facts.accelerators import compute_capability
-from pipette_launch.megatron.chunks import PATTERN_DESTS, SPLIT_DESTS
+from pipette_launch.megatron.chunks import PATTERN_DESTS, RATIO_DESTS, SPLIT_DESTS
 from pipette_launch.megatron.flags import Arguments, newest_release
 from pipette_launch.megatron.layout import known_dest, write_arguments
 
@@ -111,7 +111,14 @@ UNPLAYED = (
     *(r"\w*cuda_graph\w*", "tp_comm_overlap", r"\w*nccl_ub"),
 )
 """Flags that a script does not get while it is measured, as regular expressions, besides `TAKEN_OUT`."""
-OF_MANY_LAYERS = (r"use_\w*fsdp2?", "window_size", "window_attn_skip_freq", *SPLIT_DESTS, *PATTERN_DESTS)
+OF_MANY_LAYERS = (
+    r"use_\w*fsdp2?",
+    "window_size",
+    "window_attn_skip_freq",
+    *SPLIT_DESTS,
+    *PATTERN_DESTS,
+    *RATIO_DESTS.values(),
+)
 """Flags that a script does not get while single layers are measured, as regular expressions."""
 DATA = (r"data_path|\w+_data_path|\w*data_args_path|data_cache_path",)
 FORCED_BALANCE = "--moe-router-force-load-balancing"
@@ -167,17 +174,23 @@ def played_arguments(
     samples. `mocks_data` is true if the script takes data from Megatron-LM's trainer, which can generate data.
     """
     given = Arguments.parse(arguments, job.megatron_version)
+    dests = [token.dest for token in given.tokens if token.dest]
     gone = "|".join(
         (TAKEN_OUT.pattern, *UNPLAYED, *(OF_MANY_LAYERS if single_layers else ()), *(DATA if mocks_data else ()))
     )
-    written = given.without(*(token.dest for token in given.tokens if token.dest and re.fullmatch(gone, token.dest)))
+    written = given.without(*(dest for dest in dests if re.fullmatch(gone, dest)))
     if mocks_data:
         written = written.with_flag("--mock-data").with_value("num_workers", 0)
         if job.model.num_experts and FORCED_BALANCE in given.table:
             written = written.with_flag(FORCED_BALANCE)
     if single_layers:
         model = job.model
-        written = written.with_value(known_dest(written, "num_layers"), model.num_layers)
+        if not model.hybrid or known_dest(written, "num_layers") in dests:
+            written = written.with_value(known_dest(written, "num_layers"), model.num_layers)
+        if model.hybrid:
+            depth = f"/{model.hybrid.mtp_pattern}" if model.mtp_num_layers else ""
+            dest = next(dest for dest in PATTERN_DESTS if written.option(dest) in written.table)
+            written = written.with_value(dest, model.hybrid.pattern + depth)
         written = written.with_value("global_batch_size", job.batch.global_batch_size)
         if model.mtp_num_layers:
             written = written.with_value("mtp_num_layers", model.mtp_num_layers)

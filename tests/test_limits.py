@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipette_launch.megatron.flags import Flag, flag_table, releases
-from pipette_launch.megatron.pins import REFUSED, UNPLANNED, UNTIMED
+from pipette_launch.megatron.pins import REFUSED, UNMODELLED, UNPLANNED, UNTIMED
 
 PAGE = (Path(__file__).parents[1] / "docs" / "limits.md").read_text()
 
@@ -30,6 +30,7 @@ def takes(flag: Flag, value: str) -> bool:
         ("Not predicted, not planned", REFUSED),
         ("Predicted, not planned", UNPLANNED),
         ("Planned only for described machines", UNTIMED),
+        ("Planned only on measured machines", UNMODELLED),
     ],
 )
 def test_every_refused_flag_has_a_row(heading: str, table: dict[str, str]) -> None:

@@ -98,7 +98,7 @@ def run_stage(
     rank = first_rank(layout, pp_rank)
     try:
         with (
-            refusals_named(stage_words(layout, pp_rank)),
+            refusals_named(stage_words(layout, pp_rank), program),
             Replacements(_WITHOUT_PEERS),
             played(start, rank=rank, world_size=layout.world_size, on_step=on_step),
         ):

@@ -20,6 +20,7 @@ import torch
 
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import ComputeCase, Job, Layout
+from pipette_launch.facts.job import SCRIPT_ONLY
 from pipette_launch.facts.measurements import Part as PartName
 from pipette_patches import registry
 from pipette_patches.megatron_config import left_out
@@ -127,8 +128,8 @@ def workload(
     """
     small, layout, notes = one_of_each(job, case, device_kind=device_kind)
     if program is None:
-        if job.model.hybrid or any(flag.startswith("--spec ") for flag in job.performance_flags):
-            raise WorkloadError("only the job's own script builds a hybrid model, or layers of a module of your own")
+        if job.model.hybrid or any(flag.startswith(SCRIPT_ONLY) for flag in job.performance_flags):
+            raise WorkloadError("only the job's own script builds these layers")
         small, changes, more = as_run_here(small, device_kind)
         notes += more
         start: Callable[[], object] = lambda: from_flags(small, layout, changes=changes)  # noqa: E731
@@ -137,7 +138,7 @@ def workload(
     seen = _Seen()
     try:
         with contextlib.ExitStack() as stack:
-            with refusals_named(case_words(case)):
+            with refusals_named(case_words(case), program):
                 play = stack.enter_context(played(start, rank=0, world_size=layout.world_size, on_step=seen.look))
                 config, optimizer = play.optimizers[-1]
                 parts, ids = _parts(seen, small)
@@ -183,8 +184,14 @@ def one_of_each(job: Job, case: ComputeCase, *, device_kind: str) -> tuple[Job, 
     # Plans for GPUs with TP use sequence parallelism, and experts with TP require it on every device.
     splits = case.tp > 1 and (device_kind == "cuda" or job.own.sequence_parallel or bool(model.num_experts))
     layout = Layout(tp=case.tp, cp=case.cp, etp=1, micro_batch_size=case.micro_batch_size, sequence_parallel=splits)
-    batch = dataclasses.replace(job.batch, global_batch_size=case.micro_batch_size)
-    return dataclasses.replace(job, model=dataclasses.replace(model, **changes), batch=batch), layout, notes
+    small = dataclasses.replace(
+        job,
+        model=dataclasses.replace(model, **changes),
+        batch=dataclasses.replace(job.batch, global_batch_size=case.micro_batch_size),
+        # Megatron-FSDP gathers the weights of whole layers, whose time the planner adds.
+        performance_flags=tuple(flag for flag in job.performance_flags if not flag.startswith("--use-megatron-fsdp")),
+    )
+    return small, layout, notes
 
 
 def as_run_here(job: Job, device_kind: str) -> tuple[Job, dict[str, Any], tuple[str, ...]]:
@@ -291,15 +298,18 @@ def forget_dummy_gradients() -> None:
 
 
 @contextlib.contextmanager
-def refusals_named(name: str) -> Iterator[None]:
-    """Turn an error of megatron-core into a WorkloadError with a name and the reason. Keep out-of-memory errors."""
+def refusals_named(name: str, program: MakeProgram | None) -> Iterator[None]:
+    """Turn an error of megatron-core or the script into a WorkloadError with a name and the reason.
+
+    Out-of-memory errors stay.
+    """
     try:
         yield
     except _REFUSALS as error:
         if is_out_of_memory(error):
             raise
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise WorkloadError(f"megatron-core refuses {name}: {reason[0]}") from error
+        raise WorkloadError(f"{'the script' if program else 'megatron-core'} refuses {name}: {reason[0]}") from error
 
 
 def case_words(case: ComputeCase) -> str:

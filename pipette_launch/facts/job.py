@@ -13,6 +13,8 @@ PRECISION = ("--fp8", "--fp4")
 """Prefixes of flags of a precision below 16 bits. Layers that the job's own script builds have this precision."""
 MODELLED = (*PRECISION, "--cuda-graph", "--window-size")
 """Prefixes of flags that layers built from flags ignore. The device model computes their effect on time."""
+SCRIPT_ONLY = ("--enable-mhc-connections", "--experimental-attention-variant", "--moe-latent-size", "--spec")
+"""Flags of layers that no formula knows, and that only the job's own script builds."""
 RING = "p2p"
 """Megatron's default exchange of context parallelism (--cp-comm-type). Other exchanges are not measured or priced."""
 SHARDS_GRADIENTS = ("optim_grads", "optim_grads_params")

@@ -81,12 +81,6 @@ def hybrid_pattern(arguments: Arguments) -> HybridPattern | None:
     return HybridPattern(stages=tuple(layers.split("|")), depths=tuple(depths))
 
 
-def has_own_spec(arguments: Arguments) -> bool:
-    """Return whether the layers come from a module of the user's own (`--spec`)."""
-    spec = arguments.get("spec")
-    return spec not in (None, [], ["local"]) and spec[-1] not in HYBRID_SPECS
-
-
 def _pattern_of_ratios(arguments: Arguments) -> str:
     """Spread attention and MLP layers evenly among Mamba layers (mamba_hybrid_layer_allocation.py)."""
     num_layers = arguments.size("num_layers")

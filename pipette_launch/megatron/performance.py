@@ -10,8 +10,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Job
-from pipette_launch.facts.job import PerformanceOptions
-from pipette_launch.megatron.chunks import has_own_spec
+from pipette_launch.facts.job import SCRIPT_ONLY, PerformanceOptions
+from pipette_launch.megatron.chunks import HYBRID_SPECS
 from pipette_launch.megatron.flags import Arguments, releases
 
 _ITEM_TYPES = {
@@ -39,13 +39,24 @@ EXPANDABLE = "expandable_segments"
 
 
 def performance_flags(arguments: Arguments) -> tuple[str, ...]:
-    """Return the flags in `DESTS`, and a module of own layers, as sorted texts `--flag value`."""
+    """Return the flags in `DESTS` and those of `unmodelled` as sorted texts `--flag value`."""
     last = {
         token.flag.dest: " ".join((*token.words[0].split("=", 1), *token.words[1:]))
         for token in arguments.tokens
-        if token.flag and (token.flag.dest in DESTS or (token.flag.dest == "spec" and has_own_spec(arguments)))
+        if token.flag and (token.flag.dest in DESTS or token.flag.dest in unmodelled(arguments))
     }
     return tuple(sorted(last.values()))
+
+
+def unmodelled(arguments: Arguments) -> list[str]:
+    """Return the destinations of the given flags whose layers no formula knows, such as a module of own layers."""
+    dests = [option[2:].replace("-", "_") for option in SCRIPT_ONLY]
+    known: tuple[object, ...] = (None, [], ["local"], False)
+    return [
+        dest
+        for dest in dests
+        if (value := arguments.get(dest)) not in known and not (dest == "spec" and value[-1] in HYBRID_SPECS)
+    ]
 
 
 def performance_options(job: Job) -> PerformanceOptions:

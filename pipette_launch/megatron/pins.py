@@ -9,9 +9,10 @@ from typing import NamedTuple
 from pipette_launch.errors import OptionError
 from pipette_launch.facts import Layout, files
 from pipette_launch.facts.layout import OVERLAPS
-from pipette_launch.megatron.chunks import has_own_spec, hybrid_pattern
+from pipette_launch.megatron.chunks import hybrid_pattern
 from pipette_launch.megatron.flags import Arguments, release_of
 from pipette_launch.megatron.layout import OPTIMIZER_FIELDS
+from pipette_launch.megatron.performance import unmodelled
 from pipette_launch.text import did_you_mean
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout))
@@ -76,6 +77,8 @@ REFUSED = _reasons("always")
 """Reasons why a job is neither planned nor predicted, by destination of a flag that is set, or by the flag's value."""
 UNPLANNED = _reasons("if planned")
 """Reasons why a job is predicted but not planned, by destination of a flag."""
+UNMODELLED = _reasons("unless measured")
+"""Reasons why a job is neither predicted nor planned for described machines, by destination of a flag."""
 UNTIMED = _reasons("if measured")
 """Reasons why no warm-up can time a job, by destination of a flag. `pipette plan --gpu` plans such jobs."""
 
@@ -96,9 +99,9 @@ def check_planned(arguments: Arguments, *, for_prediction: bool = False, without
         if str(value) == refused_value if refused_value else is_on:
             raise arguments.refusal(reason, dest)
     _check_offloading(arguments)
-    # The warm-up runs the script, and so layers from any module.
-    if has_own_spec(arguments) and not needs_warm_up:
-        raise arguments.refusal("layers from a module of your own are not modelled", "spec")
+    # The warm-up runs the script, and so layers that no formula knows.
+    for dest in () if needs_warm_up else unmodelled(arguments):
+        raise arguments.refusal(UNMODELLED[dest], dest)
     if hybrid_pattern(arguments):
         _check_hybrid(arguments)
 

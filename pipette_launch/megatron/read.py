@@ -16,7 +16,7 @@ from pipette_launch.megatron.checkpoint_files import checkpoint_folder, with_che
 from pipette_launch.megatron.flags import Arguments, release_of
 from pipette_launch.megatron.layout import read_layout, read_stand_in
 from pipette_launch.megatron.model import check_required, read_model
-from pipette_launch.megatron.performance import allocator_config, performance_flags
+from pipette_launch.megatron.performance import allocator_config, performance_flags, unmodelled
 from pipette_launch.megatron.pins import check_planned, fixed_fields, pins
 from pipette_launch.megatron.rules.judge import check_flags, check_formats, check_own
 from pipette_launch.megatron.tokenizers import read_vocabulary
@@ -249,6 +249,10 @@ def _notes(given: Arguments, own: Layout, flags_layout: Layout, refusal: Megatro
     if release_of(given.version) < (0, 15) and "m" in layout.rpartition("|")[0]:
         shown = given.shown("pipeline_model_parallel_layout")
         notes.append(f"{shown}: Megatron 0.14 always builds multi-token prediction (m) on the last stage")
+    notes += [
+        f"{given.shown(dest)}: its layers are measured; memory and exchanges are predicted as without this flag"
+        for dest in unmodelled(given)
+    ]
     newest = flags.known_release(given.version)
     if release_of(given.version) > release_of(newest):
         notes.append(f"Megatron {given.version} is newer than {newest}, the newest release whose flags are known")

@@ -112,7 +112,7 @@ UNPLAYED = (
 )
 """Flags that a script does not get while it is measured, as regular expressions, besides `TAKEN_OUT`."""
 OF_MANY_LAYERS = (
-    r"use_\w*fsdp2?",
+    *(r"use_\w*fsdp2?", "ckpt_format"),
     "window_size",
     "window_attn_skip_freq",
     *SPLIT_DESTS,

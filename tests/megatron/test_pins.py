@@ -94,7 +94,6 @@ def test_cpu_pins_context_parallelism() -> None:
     [
         "--local-rank 0",
         "--yaml-cfg job.yaml",
-        "--hybrid-override-pattern M-M*",
         "--is-hybrid-model",
         "--heterogeneous-layers-config-path layers.json",
         "--use-torch-fsdp2",
@@ -104,7 +103,6 @@ def test_cpu_pins_context_parallelism() -> None:
         "--inprocess-restart",
         "--non-persistent-ckpt-type local",
         "--dataloader-type external",
-        "--spec my.module layers",
         "--img-h 224",
     ],
 )
@@ -114,6 +112,29 @@ def test_unplanned_jobs_are_refused(words: str) -> None:
         job(words)
 
     assert str(error.value).startswith(f"{words}: ")
+
+
+@pytest.mark.parametrize(
+    "words", ["--spec my.module layers", "--moe-latent-size 32", "--experimental-attention-variant dsa"]
+)
+def test_layers_that_no_formula_knows_are_measured(words: str) -> None:
+    """The job's own script builds them; a prediction, or a plan for described machines, refuses them."""
+    flag = words.partition(" ")[0]
+
+    found = job(words)
+
+    assert words in found.performance_flags
+    assert any(note.startswith(f"{words}: its layers are measured") for note in found.notes)
+    with pytest.raises(MegatronError, match=flag):
+        job(words, for_prediction=True)
+
+
+def test_a_hybrid_model_is_measured() -> None:
+    """The warm-up times its layers by kind, because the job's own script builds them."""
+    found = job("--hybrid-override-pattern *M-*M-*M --mamba-num-groups 2 --mamba-num-heads 2")
+
+    assert found.model.hybrid is not None
+    assert "*M-*M-*M" == found.model.hybrid.pattern
 
 
 def test_offloaded_scores_of_uneven_layers_are_refused() -> None:
@@ -159,7 +180,6 @@ def test_what_only_a_placement_breaks_is_predicted(words: str) -> None:
     [
         "--skip-train",
         "--img-h 224",
-        "--spec my.module layers",
     ],
 )
 def test_what_is_not_modelled_is_not_predicted(words: str) -> None:

@@ -68,7 +68,7 @@ class Corrections:
     step: Factor | None = None
     memory: Factor | None = None
     notes: tuple[str, ...] = ()
-    """One sentence for each figure that earlier outcomes could correct: the result, or the reason against it."""
+    """One sentence each for step times and memory peaks: the learned factor, or the reason against a factor."""
 
 
 NOTHING_LEARNED = Corrections()
@@ -119,7 +119,7 @@ def _learn(what: str, log_errors: Sequence[float]) -> tuple[Factor | None, str]:
 
 
 def features_of(job: Job, layout: Layout, *, devices_per_host: int) -> dict[str, float]:
-    """Return numbers that are equal for jobs of equal configuration; sizes are log2."""
+    """Return numbers by name that describe a job and a layout; sizes are given as log2."""
     model = job.model
     degrees = ("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch_size")
     sizes = {name: int(getattr(layout, name)) for name in degrees}

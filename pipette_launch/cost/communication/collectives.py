@@ -428,7 +428,7 @@ class Fabric:
         return np.where(size_bytes > 0, found, 0.0)
 
     def groups_bound_s(self, kind: Collective, lie: GroupsOnHosts, bytes_TVP: Ints) -> Floats:
-        """Return `bound_s` for many groups; the first axis of `bytes_TVP` runs over the groups."""
+        """Return the bound of `bound_s` for each group and size; the first axis of `bytes_TVP` runs over the groups."""
         if not (lie.size_T.max() > 1 and bytes_TVP.any()):
             return np.zeros(bytes_TVP.shape)
         keys = [*zip(lie.size_T.tolist(), lie.fewest_T.tolist(), lie.among_T.tolist(), strict=True)]

@@ -276,7 +276,8 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
 def num_buckets(num_parameters: Ints | int, replicas: Ints | int) -> Ints:
     """Return the number of buckets of overlapped gradients: a bucket has 40 million parameters, or 1 million a replica.
 
-    The larger bucket counts (distributed_data_parallel.py). `replicas` is dp * cp. Arguments are numbers or arrays.
+    Megatron takes the larger of the two sizes (distributed_data_parallel.py). `replicas` is dp * cp. Arguments are
+    numbers or arrays.
     """
     return np.asarray(-(-num_parameters // np.maximum(40_000_000, 1_000_000 * replicas)))
 
@@ -298,7 +299,7 @@ def blocks_at_ends(job: Job, vpp: int, device_kind: str) -> bool:
 
     Megatron overlaps the messages of warm-up and cool-down only with `overlap_p2p_comm_warmup_flush`. The step of 4 CPU
     hosts was 8 % longer with groups of 4 micro-batches, whose warm-up and cool-down are longer, than with groups of 2.
-    Without the wait the step should have been 1 % shorter. NCCL has not been measured.
+    Without the wait the prediction is a step 1 % shorter. NCCL has not been measured.
     """
     options = performance_options(job)
     return device_kind == "cpu" and vpp > 1 and options.overlap_p2p_comm and not options.overlap_p2p_comm_warmup_flush

@@ -28,7 +28,7 @@ class Groups:
     ep: Ranks
     etp: Ranks
     ep_etp: Ranks
-    """Groups over ep and etp together, in which the all-gather dispatcher gathers tokens."""
+    """Groups over ep and etp together, in which the dispatcher `allgather` gathers tokens."""
     dp_cp: Ranks
     """Data-parallel groups with cp included; rows ordered by (pp, tp)."""
     expert_dp: Ranks

@@ -51,9 +51,9 @@ copy."""
 _ONE_SCALE = ("delayed", "tensorwise")
 _BLACKWELL = 10
 _GRADIENT_PASSES = 4
-"""Number of times a step reads or writes each byte of the gradient buffers, which are whole on every rank: cleared
-(megatron-core, DistributedDataParallel.zero_grad_buffer), read for NaN, read and written by the division by the
-replicas (ParamAndGradBuffer, start_grad_sync; one replica needs no division)."""
+"""Number of times that a step reads or writes each byte of the gradient buffers, which every rank holds whole. The
+bytes are cleared (megatron-core, DistributedDataParallel.zero_grad_buffer), read for NaN, read and written by the
+division by the replicas (ParamAndGradBuffer, start_grad_sync; one replica needs no division)."""
 _COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all")
 
 

@@ -63,7 +63,7 @@ def head_bytes(job: Job, layout: Layout) -> int:
 
 
 def loss_bytes_per_logit(job: Job) -> tuple[int, int]:
-    """Return the bytes for each logit, beside the logit: kept by the loss, and needed in addition by its backward.
+    """Return (bytes that the loss keeps for each logit beside it, further bytes that the loss's backward needs).
 
     Megatron's loss keeps an fp32 copy of 2-byte logits, and changes this copy in place to the softmax and then to the
     gradient. The copy exists beside the logits in the forward, and beside the logits' gradient in the backward. fp32

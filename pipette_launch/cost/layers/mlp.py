@@ -2,7 +2,7 @@
 
 Every tensor that autograd saves is counted as megatron-core 0.13 to 0.19 saves it (MO = megatron/core/transformer/moe,
 line numbers of core_v0.16.1). Balanced routing means that all experts get the same number of tokens. Real routing is
-less even. The formulas do not include the difference, but corrections from measured jobs do.
+less even. The formulas count balanced routing; corrections from measured jobs include real routing.
 """
 
 # T = tokens of a rank, n = tokens before dispatch, M = rows that a rank's experts work on, E = experts, k = top-k,
@@ -321,9 +321,9 @@ class Experts(_FeedForward):
 
         The second matrices' backward needs the gradients of their output (M*h), of their input, and of the first
         matrices' output. The probability's gradient also needs the product of the input's gradient with the activation.
-        If the activation is not fused and probabilities have a wider type, three gradients of the activation have this
-        wider type when the second matrices' input is freed. Moving the gradients back through sort and exchange needs
-        two copies of M*h. The layer's own gradient is needed in both cases.
+        If the activation is not fused, three of its gradients have the type of the probabilities when the second
+        matrices' input is freed. Moving the gradients back through sort and exchange needs two copies of M*h. The
+        layer's own gradient is needed in both cases.
         """
         rows, dtype = self.rows(job), self.model.dtype_bytes
         at_once = rows if performance_options(job).moe_grouped_gemm else -(-rows // self.local_experts)

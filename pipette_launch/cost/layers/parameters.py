@@ -57,7 +57,7 @@ def experts_lie_in_stages(layout: Layout | LayoutColumns) -> bool | NDArray[np.b
 
 
 def word_embedding_parameters(model: ModelSpec, tp: int) -> int:
-    """Count one rank's rows of the padded vocabulary, times the hidden size."""
+    """Count the parameters of one rank's part of the word embedding, whose vocabulary is padded."""
     return model.padded_vocab_size(tp) // tp * model.hidden_size
 
 
@@ -292,7 +292,7 @@ def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
 
 
 class OnceAStep(NamedTuple):
-    """Measured times of a slot of speed 1 for work once a step: optimizer, gradient buffers, and work of the host."""
+    """Measured times, on a slot of speed 1, of the work once a step: optimizer, gradient buffers, and the host."""
 
     optimizer_s_per_parameter: float
     gradient_s_per_byte: float

@@ -47,14 +47,14 @@ class Load:
 
     products: tuple[Product, ...] = ()
     attention_flops: float = 0.0
-    """FLOPs of flash attention, which has a rate of its own."""
+    """FLOPs of flash attention; devices have a separate rate for them."""
     exponentials: float = 0.0
     """Number of exponentials in flash attention's softmax: one for each score, in the forward and again in the
     backward."""
     moved_bytes: float = 0.0
     """Bytes read and written by kernels whose time is the time of moving bytes, such as norms and activations."""
     scan_bytes: float = 0.0
-    """Bytes read and written by the scan of Mamba-2, which has a rate of its own."""
+    """Bytes read and written by the scan of Mamba-2; devices move these bytes at a separate rate."""
     cast_elements: float = 0.0
     """Number of elements of inputs and gradients of linears, which are cast if the linears run in FP8 or FP4."""
     kernels: float = 0.0

@@ -99,7 +99,7 @@ class Overhead:
     workspace: Figure
     """Workspaces of cuBLAS and Transformer Engine, inside torch's allocator."""
     context: Figure
-    """Context of CUDA and its libraries, outside the allocator."""
+    """Memory of the CUDA context and of CUDA's libraries, outside torch's allocator."""
     communicators: Figure
     """NCCL communicators of all groups of the rank."""
     reserve: Figure

@@ -74,27 +74,27 @@ class PeakParts(Generic[Bytes]):
     """Bytes of dummy gradients, which are never freed. TransformerEngine returns dummy gradients if the real gradients
     go directly into their buffer."""
     activations: Bytes
-    """Activations that the layers of all live micro-batches keep."""
+    """Bytes of activations that layers keep for all live micro-batches."""
     embedding: Bytes
     """Bytes of the model's inputs for all live micro-batches, on the first rank."""
     recompute: Bytes
-    """Activations of one recomputed layer while its backward runs."""
+    """Bytes of activations of one recomputed layer while the layer's backward runs."""
     backward: Bytes
     """Largest extra bytes that a layer's backward needs for a while. With offloading the number may belong to a forward
     between two backwards."""
     mask: Bytes
-    """The data loader's attention mask, while a forward pass runs."""
+    """Bytes of the data loader's attention mask while a forward pass runs."""
     loading: Bytes
     """Bytes of the whole attention mask while it is loaded, minus the bytes that the next forward pass will keep."""
     head: Bytes
     """Bytes of final norm, logits and loss of one micro-batch, and of the last layer's activations that offloading
     moves only afterwards."""
     deferred: Bytes
-    """Inputs and gradients kept for the deferred weight gradients of the head."""
+    """Bytes of inputs and gradients that the head keeps for its deferred weight gradients."""
     buffers: Bytes
     """Bytes of the tensors that pipeline stages are sending and receiving."""
     optimizer_step: Bytes
-    """Temporaries of the optimizer step, which runs when no activations are kept."""
+    """Bytes of temporaries of the optimizer step, which runs when no activations are kept."""
     whole: Bytes
     """Bytes that FSDP holds whole beside the shards: gathered layers, waiting gradients, embedding and head."""
 

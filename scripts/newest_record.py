@@ -18,11 +18,10 @@ FOLDERS = ("pipette_launch/megatron", "pipette_launch/probe", "patches/pipette_p
 MOST_LINES = 10
 
 
-def new_record() -> dict[str, str | int | float]:
+def new_record() -> dict[str, str | int]:
     """Return the record of the run whose results lie in the folder `build`."""
     suite = next(ET.parse(ROOT / "build" / "newest.xml").getroot().iter("testsuite"))  # noqa: S314 - pytest wrote it
     gaps = sum(skipped.get("type") == "pytest.xfail" for skipped in suite.iter("skipped"))
-    covered = json.loads((ROOT / "build" / "coverage.json").read_text())["totals"]["percent_covered"]
     return {
         "date": f"{datetime.now(tz=timezone.utc):%Y-%m-%d}",
         "python": platform.python_version(),
@@ -31,7 +30,6 @@ def new_record() -> dict[str, str | int | float]:
         "passed": int(suite.attrib["tests"]) - int(suite.attrib["skipped"]),
         "expected_failures": gaps,
         "skipped": int(suite.attrib["skipped"]) - gaps,
-        "coverage_percent": round(covered, 1),
     }
 
 
@@ -42,7 +40,7 @@ def git(*words: str) -> str:
     return done.stdout.strip()
 
 
-def age(record: dict[str, str | int | float], changes: list[str]) -> str:
+def age(record: dict[str, str | int], changes: list[str]) -> str:
     """Return the sentences about a record and the later commits (one line each) that its run did not test."""
     releases = f"megatron-core {record['megatron_core']} and Python {record['python']}"
     lines = [f"scripts/test-newest passed on {record['date']} with {releases}."]

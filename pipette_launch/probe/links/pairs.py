@@ -493,13 +493,11 @@ def in_turns(between: Sequence[Round], within: Sequence[Round]) -> list[tuple[bo
 
     If the budget runs out, both kinds then have some measurements.
     """
-    turns = enumerate(zip_longest(between, within), start=1)
-    each = (
-        (is_between, number, pairs)
-        for number, both in turns
-        for is_between, pairs in zip((True, False), both, strict=True)
-    )
-    return [(is_between, number, pairs) for is_between, number, pairs in each if pairs is not None]
+    turns: list[tuple[bool, int, Round]] = []
+    for number, (outer, inner) in enumerate(zip_longest(between, within), start=1):
+        turns += [] if outer is None else [(True, number, outer)]
+        turns += [] if inner is None else [(False, number, inner)]
+    return turns
 
 
 def settled(

@@ -96,7 +96,7 @@ def corrections_from(outcomes: Iterable[Outcome]) -> Corrections:
 
 
 def _learn(what: str, log_errors: Sequence[float]) -> tuple[Factor | None, str]:
-    """Return the learned factor and a sentence about the result. The factor is None if it does not lower the error."""
+    """Return the learned factor, or None if a factor does not lower the error, and a sentence about the result."""
     errors_N = np.array([error for error in log_errors if math.isfinite(error)])
     count, refused = len(errors_N), f"{what} are not corrected by earlier outcomes on these machines:"
     if count < LEAST_OUTCOMES:
@@ -257,7 +257,6 @@ class Uncertainty:
         return math.hypot(MODELLED_ERROR * computed_s, CARRIED_ERROR * sum(parts_s.get(name, 0.0) for name in parts))
 
     def _lies_across(self, slots_GK: NDArray[np.int64]) -> bool:
-        """Return True if a group spans several hosts."""
         hosts_GK = slots_GK // self._devices
         return bool((hosts_GK != hosts_GK[:, :1]).any())
 

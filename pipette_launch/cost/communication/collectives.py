@@ -82,7 +82,7 @@ def num_steps(kind: Collective, size: int) -> int:
 
 
 def chunk_share(kind: Collective, size: int) -> float:
-    """Return the share of the full tensor that one step of a collective moves."""
+    """Return the share of the full tensor that a single step of a collective moves."""
     return 1.0 if kind == "send" else 1.0 / size
 
 

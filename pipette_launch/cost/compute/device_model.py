@@ -119,12 +119,10 @@ def matmul_efficiency(device: DeviceSpec, dtype: str, product: Product) -> float
 
 
 def _scan_share(device: DeviceSpec) -> float:
-    """Return the share of the memory bandwidth that the scan of Mamba-2 layers reaches."""
     return device.efficiency.scan_share or device.efficiency.memory_share
 
 
 def _moved_byte_s(device: DeviceSpec) -> float:
-    """Return the seconds to read or write a byte in a kernel that computes almost nothing."""
     return 1 / (device.memory_bytes_per_s * device.efficiency.memory_share)
 
 
@@ -190,7 +188,7 @@ def modelled_compute(job: Job, device: DeviceSpec, layouts: Iterable[Layout]) ->
     """
     kinds = frozenset((*job.model.layer_kinds, *job.model.prediction_kinds))
     backwards = list(layouts)[::-1]
-    # Of layouts with equal keys the first counts.
+    # If several layouts have one key, the first layout counts.
     first = {case_of(layout): layout for layout in backwards}
     shares = {(case_of(layout), layout.ep, layout.etp): layout for layout in backwards}
     found = [time for case in sorted(first) for time in _compute_times(job, device, first[case], kinds)]

@@ -394,7 +394,6 @@ def _dispatcher(job: Job) -> str:
 
 
 def _probability_bytes(job: Job) -> int:
-    """Return the bytes of one probability of the router."""
     return {"fp32": 4, "fp64": 8}.get(performance_options(job).moe_router_dtype or "", job.model.dtype_bytes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import subprocess
@@ -9,16 +10,17 @@ import sys
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "data" / "newest.json"
 FOLDERS = ("pipette_launch/megatron", "pipette_launch/probe", "patches/pipette_patches")
 """Sources that depend on the release of megatron-core."""
-MOST_LINES = 10
+MOST_LINES, MOST_COMMITS = 10, 300
 
 
-def new_record() -> dict[str, str | int]:
+def new_record() -> dict[str, Any]:
     """Return the record of the run whose results lie in the folder `build`."""
     suite = next(ET.parse(ROOT / "build" / "newest.xml").getroot().iter("testsuite"))  # noqa: S314 - pytest wrote it
     gaps = sum(skipped.get("type") == "pytest.xfail" for skipped in suite.iter("skipped"))
@@ -30,6 +32,7 @@ def new_record() -> dict[str, str | int]:
         "passed": int(suite.attrib["tests"]) - int(suite.attrib["skipped"]),
         "expected_failures": gaps,
         "skipped": int(suite.attrib["skipped"]) - gaps,
+        "trees": trees("HEAD"),
     }
 
 
@@ -40,7 +43,18 @@ def git(*words: str) -> str:
     return done.stdout.strip()
 
 
-def age(record: dict[str, str | int], changes: list[str]) -> str:
+def trees(commit: str) -> list[str]:
+    """Return git's names for the contents of the folders in a commit, which no rebase changes."""
+    return git("rev-parse", *(f"{commit}:{folder}" for folder in FOLDERS)).split()
+
+
+def later_changes(tested: list[str]) -> list[str]:
+    """Return the commits, one line each, that changed the folders after the tested contents; at most MOST_COMMITS."""
+    commits = git("log", f"-{MOST_COMMITS}", "--format=%h %s", "--", *FOLDERS).splitlines()
+    return list(itertools.takewhile(lambda line: trees(line.partition(" ")[0]) != tested, commits))
+
+
+def age(record: dict[str, Any], changes: list[str]) -> str:
     """Return the sentences about a record and the later commits (one line each) that its run did not test."""
     releases = f"megatron-core {record['megatron_core']} and Python {record['python']}"
     lines = [f"scripts/test-newest passed on {record['date']} with {releases}."]
@@ -57,10 +71,8 @@ def main() -> None:
         Path(sys.argv[2]).write_text(f"{text}\n")
         print(text)
     elif RECORD.is_file():
-        # A rebase changes the name of the tested commit, so count from the commit that brought the record.
-        brought = git("log", "-1", "--format=%H", "--", str(RECORD))
-        changes = git("log", "--oneline", f"{brought}..HEAD", "--", *FOLDERS) if brought else ""
-        print(age(json.loads(RECORD.read_text()), changes.splitlines()))
+        record = json.loads(RECORD.read_text())
+        print(age(record, later_changes(record["trees"])))
 
 
 if __name__ == "__main__":

@@ -299,11 +299,22 @@ def _nothing_fits(inputs: SearchInputs, is_late: IsLate) -> PlanError:
     peaks = {layout: inputs.predictor.peaks(layout) for layout in legal}
     leanest = min(legal, key=lambda layout: max(peaks[layout]) - inputs.limit_bytes(layout))
     need, shown = max(peaks[leanest]), inputs.memory_need(leanest, peaks[leanest])
-    ways = [
-        *_without_mask(inputs),
-        *_released(inputs, must_fit=True, is_late=is_late),
-        *_more_hosts(inputs, is_late),
-    ]
+    ways = []
+    bare = without_mask(inputs.job)
+    if bare is not None:
+        changed = SearchInputs.of(bare, inputs.measurements, memory_margin=memory_margin)
+        count = _num_fitting(changed, _legal(bare, changed, cluster.num_slots))
+        if count:
+            ways.append(f"pass {NO_MASK} ({count} {plural('layout', count)})")
+    ways += _released(inputs, must_fit=True, is_late=is_late)
+    # Propose the smallest multiple of the hosts on which a layout fits.
+    for times in range(2, MOST_HOSTS_MORE + 1):
+        ranks = times * cluster.num_slots
+        if is_late():
+            break
+        if _num_fitting(inputs, _legal(inputs.job, inputs, ranks)):
+            ways.append(f"use {times * len(cluster.hosts)} hosts ({ranks} ranks)")
+            break
     if memory_margin > 0 and need <= replace(inputs, memory_margin=0.0).limit_bytes(leanest):
         ways.append(f"leave less memory free than {memory_margin:.0%}")
     overhead = measured_overhead(inputs.job, leanest, inputs.measurements)
@@ -319,16 +330,6 @@ def _nothing_fits(inputs: SearchInputs, is_late: IsLate) -> PlanError:
         f"{_need_text(shown.need_bytes, shown.limit_bytes)} (free on the fullest device "
         f"{bytes_text(cluster.memory_bytes)}, margin {memory_margin:.0%}). {_help(ways)}{late}"
     )
-
-
-def _without_mask(inputs: SearchInputs) -> Iterator[str]:
-    bare = without_mask(inputs.job)
-    if bare is None:
-        return
-    changed = SearchInputs.of(bare, inputs.measurements, memory_margin=inputs.memory_margin)
-    count = _num_fitting(changed, _legal(bare, changed, inputs.cluster.num_slots))
-    if count:
-        yield f"pass {NO_MASK} ({count} {plural('layout', count)})"
 
 
 def _help(ways: list[str]) -> str:
@@ -347,17 +348,6 @@ def _released(inputs: SearchInputs, *, must_fit: bool, is_late: IsLate) -> Itera
         count = _num_fitting(inputs, others) if must_fit else others.num_layouts
         if count:
             yield f"let {pin} change ({count} {plural('layout', count)})"
-
-
-def _more_hosts(inputs: SearchInputs, is_late: IsLate) -> Iterator[str]:
-    hosts = len(inputs.cluster.hosts)
-    for times in range(2, MOST_HOSTS_MORE + 1):
-        if is_late():
-            return
-        ranks = times * inputs.cluster.num_slots
-        if _num_fitting(inputs, _legal(inputs.job, inputs, ranks)):
-            yield f"use {times * hosts} hosts ({ranks} ranks)"
-            return
 
 
 def _num_fitting(inputs: SearchInputs, found: BaseLayouts) -> int:

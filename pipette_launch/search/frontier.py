@@ -136,7 +136,14 @@ class Frontier:
         if self.dive(1):
             return True
         for first in range(0, len(self._order_N), OPENED_AT_ONCE):
-            if self._any_fits(self._order_N[first : first + OPENED_AT_ONCE]):
+            rows = self._order_N[first : first + OPENED_AT_ONCE]
+            lean = self._base.tables.leanest(self._base.columns.take(rows))
+            place_M, columns = self._base.variants(rows)
+            is_lean_M = np.ones(len(place_M), dtype=bool)
+            for name in FLAG_WORDS:
+                is_lean_M &= getattr(columns, name) == getattr(lean, name)[place_M]
+            # Recompute of any kind may be what lets a layout fit.
+            if self._fits_N(columns.take(np.flatnonzero(is_lean_M))).any():
                 return True
         self.dropped[OVER_MEMORY] += len(self._base.variants(self._order_N)[0]) if len(self._order_N) else 0
         return False
@@ -235,15 +242,6 @@ class Frontier:
             if num_found > LOOKED_THROUGH:
                 break
         return [layout for layout in found if layout != self._inputs.job.own]
-
-    def _any_fits(self, rows: Ints) -> bool:
-        """Return whether any variant with the leanest flags fits, with any recompute."""
-        lean = self._base.tables.leanest(self._base.columns.take(rows))
-        place_M, columns = self._base.variants(rows)
-        is_lean_M = np.ones(len(place_M), dtype=bool)
-        for name in FLAG_WORDS:
-            is_lean_M &= getattr(columns, name) == getattr(lean, name)[place_M]
-        return bool(self._fits_N(columns.take(np.flatnonzero(is_lean_M))).any())
 
     def _fitting_ones(self, layouts: Sequence[Layout]) -> list[Promising]:
         """Return the layouts that fit in memory, without bounds."""

@@ -70,16 +70,6 @@ def stage_seconds(seconds: LayerSeconds, chunks: Sequence[int], pp: int) -> tupl
     return tuple(stages_s)
 
 
-def live_weights(pp: int, vpp: int) -> tuple[int, ...]:
-    """Return the most forwards (micro-batch and chunk) whose activations each stage holds at the same time.
-
-    Source: warm-up forwards plus one, for 1F1B (schedules.py:2093) and for interleaving (schedules.py:762-786).
-    """
-    if vpp == 1:
-        return tuple(pp - rank for rank in range(pp))
-    return tuple(2 * (pp - rank - 1) + (vpp - 1) * pp + 1 for rank in range(pp))
-
-
 def balanced_chunks(seconds: LayerSeconds, *, pp: int, vpp: int) -> tuple[int, ...]:
     """Split the layers so that the slowest stage is as fast as possible; of equally fast splits, take the least memory.
 
@@ -92,8 +82,11 @@ def balanced_chunks(seconds: LayerSeconds, *, pp: int, vpp: int) -> tuple[int, .
     if len(set(seconds.layers_s)) > 1 and vpp > 1:
         return _improved(seconds, [*_contiguous(seconds, (1,) * (pp * vpp))], pp)
     chunks = [0] * (pp * vpp)
+    # Most forwards (micro-batch and chunk) whose activations each stage holds at once: the warm-up forwards plus one.
+    # Sources: schedules.py:2093 for 1F1B, schedules.py:762-786 for interleaving.
+    held = (2 * (pp - rank - 1) + (vpp - 1) * pp + 1 if vpp > 1 else pp - rank for rank in range(pp))
     # Split the layers among the ranks, and spread the layers of each rank over its chunks.
-    for rank, layers in enumerate(_contiguous(seconds, live_weights(pp, vpp))):
+    for rank, layers in enumerate(_contiguous(seconds, tuple(held))):
         for turn in range(vpp):
             # Larger chunks come first, except on the first rank, whose first chunk has the embedding.
             place = vpp - 1 - turn if rank == 0 else turn
@@ -190,11 +183,6 @@ def divisors(number: int) -> tuple[int, ...]:
     """Return all divisors in rising order."""
     small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
     return tuple(sorted({*small, *(number // size for size in small)}))
-
-
-def expert_sizes(job: Job) -> tuple[int, ...]:
-    """Return the values of EP: every divisor of the number of experts."""
-    return values(job, "ep", divisors(job.model.num_experts or 1))
 
 
 def expert_tensor_sizes(job: Job, tp: int) -> tuple[int, ...]:
@@ -327,14 +315,10 @@ def cheap_modules(job: Job) -> Iterator[str]:
     if has_engine and (model.num_experts or model.latent_attention):
         # In other models Transformer Engine computes the norms inside the matrix products.
         yield "layernorm"
-    if selective_recompute_matters(model):
+    if model.transformer_impl == "local" or model.attention_backend in ("unfused", "local"):
+        # Only these implementations store score matrices. Flash and cuDNN attention do not.
         yield "core_attn"
     if has_engine and model.num_experts and performance_options(job).moe_grouped_gemm:
         yield "moe_act"
     if has_engine and model.latent_attention:
         yield "mla_up_proj"
-
-
-def selective_recompute_matters(model: ModelSpec) -> bool:
-    """Return whether attention stores score matrices, so recompute saves memory. Flash and cuDNN attention do not."""
-    return model.transformer_impl == "local" or model.attention_backend in ("unfused", "local")

@@ -388,7 +388,7 @@ def _expert_degrees(rules: Rules, dense_D4: Ints, dropped: Counter[str]) -> tupl
 
     def legal(key: tuple[int, int, int, int], dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
         pp, ranks, tp, dp = key
-        for ep in layout_axes.expert_sizes(job):
+        for ep in layout_axes.values(job, "ep", layout_axes.divisors(job.model.num_experts or 1)):
             for etp in layout_axes.expert_tensor_sizes(job, tp):
                 for swapped in layout_axes.rank_orders(job):
                     found = Degrees(tp, pp, dp, ranks // (tp * dp), ep, etp, swapped)

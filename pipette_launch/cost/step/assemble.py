@@ -283,7 +283,16 @@ def pipelines(work: LayoutWork, prices: Prices) -> tuple[Floats, Floats]:
     durations_D = np.concatenate([forward_SD, backward_SD, forward_SD])
     hops_D = np.concatenate([*_hops_s(rank_S, prices), np.zeros((1, forward_SD.shape[1]))])
     if gathers_in_forward(work.layout):
-        durations_D[2 * len(rank_S) :] += _first_waits_s(work, prices, forward_SD, hops_D)
+        # The first forwards wait for their parameters.
+        gather_SD = np.repeat(prices.gather_s_SK, forward_SD.shape[1] // prices.gather_s_SK.shape[1], axis=1)
+        if work.aligns_gathers:
+            ways = Forwards(
+                forward_s_SR=forward_SD, hop_s_SR=hops_D[: len(rank_S) - 1], rendezvous=work.engine.meets_receivers
+            )
+            waits_SD = aligned_waits_s(work.layout, gather_SD, ways)
+        else:
+            waits_SD = gather_waits_s(gather_SD, forward_SD, np.array(work.traffic.num_buckets)[:, None])
+        durations_D[2 * len(rank_S) :] += waits_SD
     if work.engine.splits_backward:
         weight_SD = work.weight_grad_s_S[:, None] * slowness_SD
         durations_D = np.concatenate([durations_D, backward_SD - weight_SD, weight_SD])
@@ -299,15 +308,6 @@ def _hops_s(rank_S: Ints, prices: Prices) -> tuple[Floats, Floats]:
     backward_SD = np.where(goes_back, prices.forward_hop_s_PD[there], prices.backward_hop_s_PD[here])
     stays = (there == here)[:, None]
     return np.where(stays, 0.0, forward_SD), np.where(stays, 0.0, backward_SD)
-
-
-def _first_waits_s(work: LayoutWork, prices: Prices, forward_SD: Floats, hops_D: Floats) -> Floats:
-    stages = len(forward_SD)
-    gather_SR = np.repeat(prices.gather_s_SK, forward_SD.shape[1] // prices.gather_s_SK.shape[1], axis=1)
-    if not work.aligns_gathers:
-        return gather_waits_s(gather_SR, forward_SD, np.array(work.traffic.num_buckets)[:, None])
-    forwards = Forwards(forward_s_SR=forward_SD, hop_s_SR=hops_D[: stages - 1], rendezvous=work.engine.meets_receivers)
-    return aligned_waits_s(work.layout, gather_SR, forwards)
 
 
 def deciding_replicas(times_R: Floats, placements: int) -> tuple[Ints, Ints, Ints]:

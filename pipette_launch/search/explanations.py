@@ -104,13 +104,13 @@ def scheduled(choice: Choice, stock: Choice) -> str:
     gain = 1 - choice.step_time_s / stock.step_time_s
     return (
         f"{choice.layout.words()} under the schedule {choice.schedule} takes {seconds_text(choice.step_time_s)} a "
-        f"step. That is {gain:.1%} less than the best under Megatron's own schedules, {stock.layout.words()}. Reasons "
-        f"for that one:"
+        f"step. That is {gain:.1%} less than {stock.layout.words()}, the best plan under Megatron's own schedules, which "
+        f"the next sentences explain."
     )
 
 
 def kept_order(inputs: SearchInputs, choice: Choice) -> tuple[str, ...]:
-    """Report the gain if the ranks of each host take its devices in another order than 0, 1, 2, and so on; else ()."""
+    """Report the gain if ranks take the devices of each host in another order than 0, 1, 2, and so on; else ()."""
     devices = inputs.cluster.devices_per_host
     order_D = shared_order(choice.placement, devices)
     if order_D is None or order_D == tuple(range(devices)):
@@ -173,7 +173,9 @@ def _passed_over(chosen: Chosen) -> list[str]:
     gain = 1 - other.placed.cost_s / chosen.choice.step_time_s
     faster = f"{other.layout.words()} is predicted {gain:.2%} faster"
     if other.layout == chosen.choice.layout:
-        return [f"A placement by the links is predicted {gain:.2%} faster; that counts as equal, so torchrun's stays."]
+        return [
+            f"A placement by the links is predicted {gain:.2%} faster. That is too little to leave torchrun's order."
+        ]
     if gain <= EQUAL:
         return [f"{faster}; steps within {EQUAL:.1%} count as equal, and the simpler layout wins."]
     off = seconds_text(chosen.passed_over_for_s)
@@ -209,7 +211,7 @@ def _runner_up(chosen: Chosen) -> list[str]:
         less = f"{-behind:.1%} faster, less than both predictions may be off ({MEASURE_BOTH})"
         return [] if is_known else [f"{runner_up} is predicted {less}."]
     if behind < _PRINTS_AS_ZERO:
-        return [f"{runner_up} is predicted to be as fast."]
+        return [f"{runner_up} is predicted to be equally fast."]
     return [f"{runner_up} takes {seconds_text(second.step_time_s)}, {behind:.1%} more."]
 
 
@@ -217,7 +219,7 @@ def _bound(chosen: Chosen) -> str:
     choice, best = chosen.choice, chosen.best
     gap = choice.step_time_s / choice.bound_s - 1 if choice.bound_s > 0 else 0.0
     if gap <= _ROUNDING:
-        return "No placement of this layout can be faster: it meets the bound."
+        return "No placement of this layout can be faster, because its step equals the lower bound."
     proven = best.placed.is_optimal and best.placed.placement == choice.placement and best.layout == choice.layout
     tried = "No placement can be faster than"
     if proven:

@@ -104,8 +104,8 @@ def scheduled(choice: Choice, stock: Choice) -> str:
     gain = 1 - choice.step_time_s / stock.step_time_s
     return (
         f"{choice.layout.words()} under the schedule {choice.schedule} takes {seconds_text(choice.step_time_s)} a "
-        f"step. That is {gain:.1%} less than {stock.layout.words()}, the best plan under Megatron's own schedules, which "
-        f"the next sentences explain."
+        f"step. That is {gain:.1%} less than {stock.layout.words()}, the best plan under Megatron's own schedules. The "
+        f"next sentences explain the latter plan."
     )
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,10 @@ LOOKED_THROUGH = 64
 _DEGREES = ("tp", "pp", "cp", "ep")
 
 
+_Ready: TypeAlias = tuple[float, int, Layout]
+"""(lower bound in seconds, position in the order of finding, layout). Heaps compare tuples much faster than objects."""
+
+
 class Frontier:
     """Lists the variants of base layouts by rising bound, except variants that do not fit or cannot be priced.
 
@@ -59,7 +64,7 @@ class Frontier:
         self._order_N = np.argsort(rough_N, kind="stable")[: len(rough_N) - len(unknown)]
         self._rough = rough_N[self._order_N].tolist()
         self._num_opened = 0
-        self._ready: list[Promising] = []
+        self._ready: list[_Ready] = []
         self._num_ready = 0
         self._fitting: dict[Layout, list[Recompute]] = {}
         self.outdone: set[Layout] = set()
@@ -99,7 +104,7 @@ class Frontier:
             if len(perhaps):
                 perhaps = perhaps[self._fastest_bounds_s(perhaps) < below_s]
             self._open(np.concatenate([rows[could_fit_N & is_sure_N], perhaps]), below_s)
-        taken: list[Promising] = []
+        taken: list[_Ready] = []
         while len(taken) < count and self._next_ready_s < below_s:
             taken.append(heapq.heappop(self._ready))
         return self._with_peaks(taken)
@@ -129,7 +134,7 @@ class Frontier:
         columns = columns.take(np.flatnonzero(~self._fits_N(columns) & self._fits_N(columns, live=live)))
         least_N = self._bounds_s(columns)
         order = np.argsort(least_N, kind="stable")[:LOOKED_THROUGH].tolist()
-        return self._with_peaks([_unpriced(columns.layout(row), row, float(least_N[row])) for row in order])
+        return self._with_peaks([(float(least_N[row]), row, columns.layout(row)) for row in order])
 
     def find_any(self) -> bool:
         """Return whether some layout fits and can be priced; if none fits, count all as over the limit."""
@@ -155,7 +160,7 @@ class Frontier:
 
     @property
     def _next_ready_s(self) -> float:
-        return self._ready[0].least_s if self._ready else math.inf
+        return self._ready[0][0] if self._ready else math.inf
 
     @property
     def _next_rough_s(self) -> float:
@@ -164,9 +169,12 @@ class Frontier:
     def _bounds_s(self, columns: LayoutColumns) -> Floats:
         return self._bounds.of_columns(columns) * self._inputs.predictor.step_factor
 
-    def _with_peaks(self, found: Sequence[Promising]) -> list[Promising]:
-        peaks = self._inputs.predictor.all_peaks([one.layout for one in found]) if found else ()
-        return [replace(one, peak_bytes=peak_bytes) for one, peak_bytes in zip(found, peaks, strict=True)]
+    def _with_peaks(self, found: Sequence[_Ready]) -> list[Promising]:
+        peaks = self._inputs.predictor.all_peaks([layout for _, _, layout in found]) if found else ()
+        return [
+            Promising(least_s=least_s, number=number, layout=layout, peak_bytes=peak_bytes)
+            for (least_s, number, layout), peak_bytes in zip(found, peaks, strict=True)
+        ]
 
     def _could_fit_N(self, rows: Ints) -> NDArray[np.bool_]:
         """Return whether base layouts fit without activations. If not, their variants count as over the limit.
@@ -216,7 +224,7 @@ class Frontier:
         others.append(layout.recompute)
         if layout != self._inputs.job.own:
             self._num_ready += 1
-            heapq.heappush(self._ready, _unpriced(layout, self._num_ready, least_s))
+            heapq.heappush(self._ready, (least_s, self._num_ready, layout))
 
     def _that_fit(self, rows: Ints, below_s: float, *, leanest: bool = False) -> list[Layout]:
         """Return base layouts that fit with the quickest flags, by rising bound up to a step time.
@@ -245,7 +253,7 @@ class Frontier:
 
     def _fitting_ones(self, layouts: Sequence[Layout]) -> list[Promising]:
         """Return the layouts that fit in memory, without bounds."""
-        found = self._with_peaks([_unpriced(layout, number) for number, layout in enumerate(dict.fromkeys(layouts))])
+        found = self._with_peaks([(math.inf, number, layout) for number, layout in enumerate(dict.fromkeys(layouts))])
         return [one for one in found if max(one.peak_bytes) <= self._limit(one.layout)]
 
     def _fits_N(self, columns: LayoutColumns, *, live: float = 1.0) -> NDArray[np.bool_]:
@@ -259,10 +267,6 @@ class Frontier:
         if groups not in self._limits:
             self._limits[groups] = self._inputs.limit_bytes(layout)
         return self._limits[groups]
-
-
-def _unpriced(layout: Layout, number: int, least_s: float = math.inf) -> Promising:
-    return Promising(least_s=least_s, number=number, layout=layout, peak_bytes=())
 
 
 def _unlike(layouts: Sequence[Layout], count: int) -> list[Layout]:

@@ -63,11 +63,15 @@ class Run:
             self._iterate()
             reason = self._reason_to_stop()
             is_over = bool(reason) or self.iteration == self.args.train_iters
-            with self._aside():
-                if self._is_due(self.args.eval_interval) or (self.validation and is_over):
-                    self._evaluate()
-                if self.args.save and (self._is_due(self.args.save_interval) or is_over):
-                    checkpoints.save(self.args, self.trainee, self.iteration)
+            evaluates = self._is_due(self.args.eval_interval) or (self.validation and is_over)
+            saves = self.args.save and (self._is_due(self.args.save_interval) or is_over)
+            if evaluates or saves:
+                # Entering this block gathers all parameters, so it is entered only when needed.
+                with self._aside():
+                    if evaluates:
+                        self._evaluate()
+                    if saves:
+                        checkpoints.save(self.args, self.trainee, self.iteration)
         if reason and self.args.rank == 0:
             print(f"exiting program {reason}", flush=True)
 

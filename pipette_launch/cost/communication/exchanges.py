@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.groups import Groups, group_sizes
 from pipette_launch.cost.layers import parameters
-from pipette_launch.cost.layers.block import FP32_BYTES, Sizes
+from pipette_launch.cost.layers.block import FP32_BYTES, Block, Sizes, recompute_modules
 from pipette_launch.cost.layers.ends import depth_exchanges
-from pipette_launch.cost.layers.kinds import BLOCKS, KINDS, blocks_of
+from pipette_launch.cost.layers.kinds import BLOCKS, KINDS
 from pipette_launch.cost.layers.passes import Behind, Exchange, Group, Hiding
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
@@ -49,10 +49,8 @@ def exchanges_of(job: Job, layout: Layout, counts: LayerCounts, domain: int = 1)
     found = [*depth_exchanges(job, layout, job.model.mtp_num_layers * counts.prediction_S)]
     counts = counts.with_depths(job, layout)
     found += [*shard_exchanges(job, layout, counts), *_tensor_parallel(job, layout, counts)]
-    for block in BLOCKS:
-        once_S, again_S = counts.run({kind: blocks.count(block) for kind, blocks in KINDS.items()})
-        if once_S.any():
-            found += block(job.model, layout).exchanges(job, once_S, again_S, domain)
+    for block, once_S, again_S in counts.blocks(job.model, layout):
+        found += block.exchanges(job, once_S, again_S, domain)
     return tuple(exchange for exchange in found if any(exchange.forward) or any(exchange.backward))
 
 
@@ -107,13 +105,16 @@ class LayerCounts:
             head_S=self.head_S * (1 + job.model.mtp_num_layers),
         )
 
-    def run(self, blocks: Mapping[LayerKind, int]) -> tuple[Ints, Ints]:
-        """Return the blocks in the forward, and the blocks that the backward runs again, on each stage."""
-        once_S, again_S = (
-            sum((blocks[kind] * count_S for kind, count_S in layers.items() if blocks.get(kind)), 0 * self.head_S)
-            for layers in (self.layers_S, self.again_S)
-        )
-        return once_S, again_S
+    def blocks(self, model: ModelSpec, layout: Layout) -> Iterator[tuple[Block, Ints, Ints]]:
+        """Yield each class of blocks with its blocks on each stage, and with those that the backward runs again."""
+        for kind_of_block in BLOCKS:
+            once_S, again_S = (
+                sum((KINDS[kind].count(kind_of_block) * count_S for kind, count_S in layers.items()), 0 * self.head_S)
+                for layers in (self.layers_S, self.again_S)
+            )
+            if once_S.any():
+                block = kind_of_block(model, layout)
+                yield block, once_S, once_S if block.recompute_module in recompute_modules(layout) else again_S
 
 
 def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[Exchange]:
@@ -124,35 +125,61 @@ def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[
     matrix again for the weight gradient (layers.py). The computation of the input gradient hides the second gather. The
     computation of the weight gradient hides the reduction of input gradients, unless
     `--no-async-tensor-model-parallel-allreduce` forbids the overlap (until v16, and without sequence parallelism). With
-    `--tp-comm-overlap`, the products of layers hide all chunks of an exchange but one.
+    `--tp-comm-overlap`, the products of layers hide all chunks of an exchange but one. The column-parallel matrices of
+    latent attention read narrower inputs. `tests/patches/test_exchanges.py` compares counts and bytes with Megatron's.
     """
     if layout.tp == 1:
         return
-    count, options = Sizes(job.model, layout).tokens, performance_options(job)
-    size = job.model.dtype_bytes * count * job.model.hidden_size
-    cut = {kind: sum(block.is_cut_by_tp() for block in blocks_of(job.model, layout, kind)) for kind in counts.layers_S}
-    once_S, again_S = counts.run(cut)
+    count, options, hidden = Sizes(job.model, layout).tokens, performance_options(job), job.model.hidden_size
+    size = job.model.dtype_bytes * count * hidden
     embedding_S, head_S, none_S = counts.embedding_S, counts.head_S, 0 * counts.head_S
+    once_S, again_S, columns = _cut_by_tp(job.model, layout, counts)
+    column_S, column_again_S = columns[hidden]
     behind: Behind | None
+    if layout.sequence_parallel:
+        # The sum with learned positions needs all tokens, so each rank cuts out its own tokens afterwards.
+        scatters = job.model.position_embedding_type != "learned_absolute"
+        yield Exchange.of("reduce_scatter" if scatters else "all_reduce", "tp", size, embedding_S, none_S)
     if layout.sequence_parallel and options.tp_comm_overlap:
         yield Exchange.of("all_gather", "tp", size, head_S, embedding_S)
-        yield Exchange.of("reduce_scatter", "tp", size, embedding_S, none_S)
         for part, hides in ((size / layout.tp, False), (size - size / layout.tp, True)):
             behind = "forward_s" if hides else None
-            yield Exchange.of("all_gather", "tp", part, once_S, once_S + again_S, behind=behind)
+            yield Exchange.of("all_gather", "tp", part, column_S, once_S + column_again_S, behind=behind)
             yield Exchange.of("reduce_scatter", "tp", part, once_S, again_S, behind=behind)
-        yield Exchange.of("all_gather", "tp", size, none_S, once_S + head_S, behind="input_grad_s")
-        yield Exchange.of("reduce_scatter", "tp", size, none_S, once_S + head_S, behind="weight_grad_s")
     elif layout.sequence_parallel:
-        yield Exchange.of("all_gather", "tp", size, once_S + head_S, once_S + again_S + embedding_S)
-        yield Exchange.of("all_gather", "tp", size, none_S, once_S + head_S, behind="input_grad_s")
-        yield Exchange.of("reduce_scatter", "tp", size, once_S + embedding_S, again_S)
-        yield Exchange.of("reduce_scatter", "tp", size, none_S, once_S + head_S, behind="weight_grad_s")
+        yield Exchange.of("all_gather", "tp", size, column_S + head_S, once_S + column_again_S + embedding_S)
+        yield Exchange.of("reduce_scatter", "tp", size, once_S, again_S)
     else:
-        behind = "weight_grad_s" if options.async_tensor_model_parallel_allreduce else None
         yield Exchange.of("all_reduce", "tp", size, once_S + embedding_S, again_S)
-        yield Exchange.of("all_reduce", "tp", size, none_S, once_S + head_S, behind)
+    for width, (input_S, input_again_S) in columns.items():
+        size, backward_S = job.model.dtype_bytes * count * width, input_S + head_S * (width == hidden)
+        if layout.sequence_parallel:
+            if width != hidden:
+                yield Exchange.of("all_gather", "tp", size, input_S, input_again_S)
+            yield Exchange.of("all_gather", "tp", size, none_S, backward_S, behind="input_grad_s")
+            yield Exchange.of("reduce_scatter", "tp", size, none_S, backward_S, behind="weight_grad_s")
+        else:
+            behind = "weight_grad_s" if options.async_tensor_model_parallel_allreduce else None
+            yield Exchange.of("all_reduce", "tp", size, none_S, backward_S, behind)
     yield Exchange.of("all_reduce", "tp", FP32_BYTES * count, _CROSS_ENTROPY_REDUCTIONS * head_S, none_S)
+
+
+def _cut_by_tp(
+    model: ModelSpec, layout: Layout, counts: LayerCounts
+) -> tuple[Ints, Ints, dict[int, tuple[Ints, Ints]]]:
+    """Count the blocks that tp cuts on each stage, and their column-parallel matrices by the width of the input.
+
+    Each count is a pair: in the forward, and again in the backward.
+    """
+    none_S = 0 * counts.head_S
+    once_S, again_S, columns = none_S, none_S, {model.hidden_size: (none_S, none_S)}
+    for block, block_S, block_again_S in counts.blocks(model, layout):
+        if block.is_cut_by_tp():
+            once_S, again_S = once_S + block_S, again_S + block_again_S
+            for width in block.column_inputs():
+                before_S, before_again_S = columns.get(width, (none_S, none_S))
+                columns[width] = before_S + block_S, before_again_S + block_again_S
+    return once_S, again_S, columns
 
 
 def shard_exchanges(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[Exchange]:
@@ -257,6 +284,10 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
         sent[0] = (first, 0)
         sent[-1] = (sent[-1][0] + last, 0)
     gathered = job.model.dtype_bytes if layout.use_distributed_optimizer else 0
+    has_expert_groups = job.model.num_experts and (layout.ep > 1 or layout.etp != layout.tp)
+    if has_expert_groups and sharding is None and not layout.overlap_param_gather:
+        # One optimizer steps the experts and another steps the rest, and each gathers the parameters of both.
+        gathered *= 2
     ranks = [(part.dense, part.expert) for part in parameters.stage_parameters(job.model, layout)]
     shared = layout.pp > 1 and parameters.has_two_embeddings(job.model)
     return StepTraffic(

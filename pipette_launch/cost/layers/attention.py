@@ -80,6 +80,8 @@ class Attention(Block):
         """Channels of one head's value."""
         self.pair = self.groups * (self.query + self.value)
         """Channels of the keys and values of one token."""
+        self.pair_outputs = 2 * model.num_query_groups * model.kv_channels // layout.tp
+        """Outputs of the query-key-value matrix for keys and values. Ranks that share a query group split it evenly."""
         self.pair_bytes = model.dtype_bytes * self.tokens * self.pair
         """Bytes of the keys and values of one layer."""
 
@@ -88,11 +90,11 @@ class Attention(Block):
         model, query = self.model, self.heads * self.query
         if model.latent_attention:
             return Parameters(dense=self._latent_parameters(model.latent_attention))
-        bias = query + self.pair if model.add_bias_linear or model.add_qkv_bias else 0
+        bias = query + self.pair_outputs if model.add_bias_linear or model.add_qkv_bias else 0
         bias += model.hidden_size if model.add_bias_linear else 0
         # Norms of one head's query and key (MC transformer/attention.py, q_layernorm and k_layernorm).
         norms = 2 * model.kv_channels * (2 if model.normalization == "LayerNorm" else 1) if model.qk_layernorm else 0
-        return Parameters(dense=model.hidden_size * (query + self.pair + query) + bias + norms)
+        return Parameters(dense=model.hidden_size * (query + self.pair_outputs + query) + bias + norms)
 
     def _latent_parameters(self, latent: LatentAttention) -> int:
         """Count multi-latent attention (MLA:441-553).
@@ -262,7 +264,8 @@ class Attention(Block):
             groups, width = model.num_attention_heads, latent.qk_pos_emb_head_dim
         else:
             query = self.heads * self.query
-            matrices = matrix(count, query + self.pair, model.hidden_size) + matrix(count, model.hidden_size, query)
+            matrices = matrix(count, query + self.pair_outputs, model.hidden_size)
+            matrices += matrix(count, model.hidden_size, query)
             groups, width = max(self.layout.tp, model.num_query_groups), model.kv_channels
         turned = (model.num_attention_heads + groups) // self.layout.tp * width
         rotary = 4.0 * count * turned * model.dtype_bytes if latent or model.position_embedding_type == "rope" else 0.0
@@ -320,11 +323,45 @@ class Attention(Block):
             return 1.0 * model.latent_attention.up_weights(model.num_attention_heads)
         return 2.0 * model.hidden_size * (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
 
-    def exchanges(self, _job: Job, once_S: Ints, again_S: Ints, _domain: int) -> Iterator[Exchange]:
-        """Yield ring attention's exchange: keys and values in the forward, with their gradients in the backward.
+    def column_inputs(self) -> tuple[int, ...]:
+        """Return the widths of the inputs of up-projections; Megatron's own down-projections are split too."""
+        latent, hidden = self.model.latent_attention, self.model.hidden_size
+        if latent is None:
+            return (hidden,)
+        num_down = 0 if self.uses_te else 1 if latent.q_lora_rank is None else 2
+        return (latent.q_lora_rank or hidden, latent.kv_lora_rank, *(num_down * (hidden,)))
 
-        The attention of one of the cp pieces hides each of the ring's cp - 1 messages (Liu et al. 2023, section 3).
+    def _gathers(self, once_S: Ints, again_S: Ints) -> Iterator[Exchange]:
+        """Yield tensor-parallel gathers of query, key and value (MC transformer/attention.py:1398-1416, MLA:574-618).
+
+        With fewer query groups than ranks, the whole output of the query-key-value matrix is gathered. Megatron's own
+        down-projections of latent attention are gathered, and then split over the sequence. Transformer Engine has
+        whole down-projections, so with sequence parallelism only the key's rotary part is gathered.
         """
+        model, latent, none_S = self.model, self.model.latent_attention, 0 * once_S
+        row, gathered = model.dtype_bytes * self.tokens, 0
+        if latent is None and model.num_query_groups < self.layout.tp:
+            gathered = (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
+        elif latent and self.uses_te and self.layout.sequence_parallel:
+            gathered = latent.qk_pos_emb_head_dim
+        elif latent and not self.uses_te:
+            query, key_value = latent.q_lora_rank or 0, latent.kv_lora_rank
+            for output, split in ((query, query), (key_value + latent.qk_pos_emb_head_dim, key_value)):
+                split_S = once_S * self.layout.sequence_parallel
+                yield Exchange.of("all_gather", "tp", row * output, once_S * (output > 0), again_S * (output > 0))
+                yield Exchange.of("all_gather", "tp", row * split, none_S, split_S * (output > 0))
+        if gathered:
+            yield Exchange.of("all_gather", "tp", row * gathered, once_S, again_S)
+            yield Exchange.of("reduce_scatter", "tp", row * gathered, none_S, once_S)
+
+    def exchanges(self, _job: Job, once_S: Ints, again_S: Ints, _domain: int) -> Iterator[Exchange]:
+        """Yield the gathers of heads or latents, and ring attention's exchange.
+
+        The ring moves keys and values in the forward, and also their gradients in the backward. The attention of one of
+        the cp pieces hides each of the ring's cp - 1 messages (Liu et al. 2023, section 3).
+        """
+        if self.layout.tp > 1:
+            yield from self._gathers(once_S, again_S)
         cp = self.layout.cp
         if cp > 1:
             size, counts = self.pair_bytes * cp, (once_S, 2 * once_S + again_S)

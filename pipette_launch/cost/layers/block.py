@@ -160,6 +160,8 @@ class Block(Sizes, ABC):
 
     graph_module = ""
     """Megatron's name of the block as a scope of CUDA graphs; empty if CUDA graphs have no scope for the block."""
+    recompute_module = ""
+    """Megatron's name of the block as a module of selective recompute; empty if the block cannot be recomputed."""
 
     @abstractmethod
     def parameters(self) -> Parameters:
@@ -193,10 +195,14 @@ class Block(Sizes, ABC):
         """Return True if tensor parallelism cuts the block, which costs one exchange a pass."""
         return True
 
-    def exchanges(self, _job: Job, _once_S: Ints, _again_S: Ints, _domain: int) -> Iterator[Exchange]:
-        """Yield the collectives of the block, without the collectives of tensor parallelism.
+    def column_inputs(self) -> tuple[int, ...]:
+        """Return the width of the input of each column-parallel matrix, if tensor parallelism cuts the block."""
+        return (self.model.hidden_size,)
 
-        `once_S` counts the blocks of this class on each stage, and `again_S` counts the blocks that full recompute runs
+    def exchanges(self, _job: Job, _once_S: Ints, _again_S: Ints, _domain: int) -> Iterator[Exchange]:
+        """Yield the collectives of the block, without those around row- and column-parallel matrices.
+
+        `once_S` counts the blocks of this class on each stage, and `again_S` counts the blocks that recompute runs
         again. `domain` is the number of slots that the fastest links join.
         """
         yield from ()

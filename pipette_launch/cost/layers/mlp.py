@@ -87,6 +87,7 @@ class Mlp(_FeedForward):
     """Dense MLP."""
 
     graph_module = "mlp"
+    recompute_module = "mlp"
 
     def __init__(self, model: ModelSpec, layout: Layout) -> None:
         super().__init__(model, layout)
@@ -160,6 +161,8 @@ class ExpertActivations(NamedTuple):
 
 class Experts(_FeedForward):
     """Router, experts, and the shared expert."""
+
+    recompute_module = "moe"
 
     def __init__(self, model: ModelSpec, layout: Layout) -> None:
         super().__init__(model, layout)

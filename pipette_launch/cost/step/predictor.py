@@ -217,7 +217,7 @@ NOT_MODELLED = (
     "Slower matrix products while collectives run beside them.",
     "Aligned starts of overlapped gradient reduction on all pipeline ranks.",
     "Reductions of the gradient norm, and of the gradients of norms and learned positions.",
-    "Collectives that selective recompute of mlp or moe runs again.",
+    "Exchanges of routing (probabilities, maps, numbers of tokens), and broadcasts of the batch over tp.",
     "Megatron's own code between the passes of micro-batches, about 1 ms of a CPU for each pass.",
     "The gradient of the whole embedding table, which Megatron adds up for each micro-batch.",
     "Random numbers for dropout inside flash attention.",

@@ -73,20 +73,66 @@ def test_sequence_parallelism_gathers_and_scatters() -> None:
     """Two of each a layer and pass, and two more gathers in the backward for the weight gradients."""
     layout = Layout(tp=2, pp=2, sequence_parallel=True)
     expected = [
+        ("reduce_scatter", "tp", 8192, (1.0, 0.0), (0.0, 0.0)),
         ("all_gather", "tp", 8192, (4.0, 5.0), (5.0, 4.0)),
+        ("reduce_scatter", "tp", 8192, (4.0, 4.0), (0.0, 0.0)),
         ("all_gather", "tp", 8192, (0.0, 0.0), (4.0, 5.0)),
-        ("reduce_scatter", "tp", 8192, (5.0, 4.0), (0.0, 0.0)),
         ("reduce_scatter", "tp", 8192, (0.0, 0.0), (4.0, 5.0)),
         ("all_reduce", "tp", 128, (0.0, 3.0), (0.0, 0.0)),
     ]
 
-    assert expected == rows(tiny_job(), layout)
+    assert expected == rows(tiny_job(model=tiny_model(position_embedding_type="rope")), layout)
+
+
+def test_learned_positions_are_added_before_the_sequence_is_split() -> None:
+    """The embedding with learned positions sums whole tensors, and each rank cuts out its own tokens."""
+    layout = Layout(tp=2, pp=2, sequence_parallel=True)
+
+    assert rows(tiny_job(), layout)[0] == ("all_reduce", "tp", 8192, (1.0, 0.0), (0.0, 0.0))
+
+
+def test_latent_attention_gathers_latents() -> None:
+    """Up-projections gather 48 and 32 channels of latents; 8 rotary channels of the key are gathered too."""
+    latent = LatentAttention(q_lora_rank=48, kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12)
+    model = tiny_model(latent_attention=latent, transformer_impl="transformer_engine", num_layers=1)
+    gathers = [
+        row for row in rows(tiny_job(model=model), Layout(tp=2, sequence_parallel=True)) if row[0] == "all_gather"
+    ]
+
+    # The hidden state has 64 channels: the MLP's matrix and the head gather it.
+    assert gathers == [
+        ("all_gather", "tp", 8192, (2.0,), (3.0,)),
+        ("all_gather", "tp", 8192, (0.0,), (2.0,)),
+        ("all_gather", "tp", 8192 * 48 / 64, (1.0,), (0.0,)),
+        ("all_gather", "tp", 8192 * 48 / 64, (0.0,), (1.0,)),
+        ("all_gather", "tp", 8192 * 32 / 64, (1.0,), (0.0,)),
+        ("all_gather", "tp", 8192 * 32 / 64, (0.0,), (1.0,)),
+        ("all_gather", "tp", 8192 * 8 / 64, (1.0,), (0.0,)),
+    ]
+
+
+@pytest.mark.parametrize(("module", "layers_again"), [("mlp", 4.0), ("core_attn", 0.0)])
+def test_recompute_of_a_block_repeats_its_exchanges(module: str, layers_again: float) -> None:
+    """One all-reduce of each MLP runs again; the attention core exchanges nothing over tp."""
+    recompute = Recompute(granularity="selective", modules=(module,))
+
+    assert rows(tiny_job(), Layout(tp=2, recompute=recompute))[0] == ("all_reduce", "tp", 8192, (9.0,), (layers_again,))
+
+
+def test_two_optimizers_gather_all_parameters_twice() -> None:
+    """Without overlap, the optimizer of the experts and the other optimizer each gather the parameters of both."""
+    job = moe_job()
+    overlapped = Layout(dp=2, ep=2, use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
+    plain = replace(overlapped, overlap_param_gather=False)
+    once, twice = (step_traffic(job, layout).parameter_bytes for layout in (overlapped, plain))
+
+    assert twice == tuple((2 * dense, 2 * expert) for dense, expert in once)
 
 
 @pytest.mark.parametrize(
     ("sequence_parallel", "flags", "expected"),
     [
-        (True, (), [0.0, 2e-3, 0.0, 3e-3, 0.0]),
+        (True, (), [0.0, 0.0, 0.0, 2e-3, 3e-3, 0.0]),
         (False, (), [0.0, 3e-3, 0.0]),
         (False, ("--no-async-tensor-model-parallel-allreduce",), [0.0, 0.0, 0.0]),
     ],

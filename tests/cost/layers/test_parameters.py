@@ -48,11 +48,11 @@ def test_a_llama_layer() -> None:
     assert kind_parameters(model, Layout(), "layer") == Parameters(dense=8192 + 4096 + 49152 + 128)
 
 
-def test_a_query_group_is_never_split() -> None:
-    """With tp 4 over two groups: each rank holds one whole group of 16 channels."""
+def test_ranks_that_share_a_query_group_split_its_weights() -> None:
+    """With tp 4 over two groups of 16 channels: the weights of 8 channels of keys and of values on each rank."""
     model = tiny_model(num_query_groups=2, add_bias_linear=False)
 
-    assert kind_parameters(model, Layout(tp=4), "layer") == Parameters(dense=64 * (16 + 32 + 16) + 8192 + 256)
+    assert kind_parameters(model, Layout(tp=4), "layer") == Parameters(dense=64 * (16 + 2 * 8 + 16) + 8192 + 256)
 
 
 def test_query_bias_alone() -> None:

@@ -277,18 +277,17 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
     if sharding and sharding.gradients:
         members, moved = group_sizes(layout, instances=copies), 2 * (copies - 1) / copies * gradient
         dense, expert = moved / members["shard"], moved / members["expert_shard"]
-    sent = [(chunk.dense, chunk.expert) for chunk in chunks]
+    sizes = sent = [(chunk.dense, chunk.expert) for chunk in chunks]
     if sharding and sharding.weights:
         first, last = parameters.end_parameters(job.model, layout)
         sent = [(0, 0) for _ in chunks]
         sent[0] = (first, 0)
         sent[-1] = (sent[-1][0] + last, 0)
     gathered = job.model.dtype_bytes if layout.use_distributed_optimizer else 0
-    has_expert_groups = job.model.num_experts and (layout.ep > 1 or layout.etp != layout.tp)
-    if has_expert_groups and sharding is None and not layout.overlap_param_gather:
-        # One optimizer steps the experts and another steps the rest, and each gathers the parameters of both.
-        gathered *= 2
-    ranks = [(part.dense, part.expert) for part in parameters.stage_parameters(job.model, layout)]
+    dense_R, expert_R = (
+        [sum(each[rank :: layout.pp]) for rank in range(layout.pp)] for each in zip(*sizes, strict=True)
+    )
+    ranks = list(zip(dense_R, expert_R, strict=True))
     shared = layout.pp > 1 and parameters.has_two_embeddings(job.model)
     return StepTraffic(
         gradient_bytes=tuple((int(chunk.dense * dense), int(chunk.expert * expert)) for chunk in chunks),

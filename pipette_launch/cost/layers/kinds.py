@@ -31,6 +31,9 @@ _KERNELS_PER_COLLECTIVE = 3.0
 """Host time for one collective of torch's process group, divided by the host time for launching a kernel."""
 
 
+_ALONE = Layout()
+
+
 def blocks_of(model: ModelSpec, layout: Layout, kind: LayerKind) -> list[Block]:
     """Return the blocks of a layer."""
     return [block(model, layout) for block in KINDS[kind]]
@@ -130,8 +133,10 @@ def recompute_share(model: ModelSpec, layout: Layout, index_in_chunk: int, kind:
         return 1.0 if recompute.method == "uniform" or index_in_chunk < recompute.num_layers else 0.0
     names = set(recompute_modules(layout))
     names -= {"shared_experts"} if "moe" in names else set()
+    if not names:
+        return 0.0
     flops = _module_flops(model, kind)
-    return sum(flops.get(name, 0.0) for name in names) / model.kind_flops_per_token(kind) if names else 0.0
+    return sum(flops.get(name, 0.0) for name in names) / model.kind_flops_per_token(kind)
 
 
 def column_share(model: ModelSpec, kind: LayerKind) -> float:
@@ -140,7 +145,7 @@ def column_share(model: ModelSpec, kind: LayerKind) -> float:
     While the input gradient of such a matrix is computed, its input is gathered again. While its weight gradient is
     computed, the input's gradients are reduced (layers.py, LinearWithGradAccumulationAndAsyncCommunication).
     """
-    columns = [flops for block in blocks_of(model, Layout(), kind) if (flops := block.column_flops())]
+    columns = [flops for block in blocks_of(model, _ALONE, kind) if (flops := block.column_flops())]
     return sum(columns) / max(len(columns), 1) / model.kind_flops_per_token(kind)
 
 
@@ -150,7 +155,7 @@ def attention_core_share(model: ModelSpec, kind: LayerKind = "layer") -> float:
 
 
 def _module_flops(model: ModelSpec, kind: LayerKind) -> dict[str, float]:
-    return {name: flops for block in blocks_of(model, Layout(), kind) for name, flops in block.module_flops().items()}
+    return {name: flops for block in blocks_of(model, _ALONE, kind) for name, flops in block.module_flops().items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

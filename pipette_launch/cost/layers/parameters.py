@@ -109,13 +109,13 @@ def chunk_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]
 
     If the first of several chunks has the depths of multi-token prediction, the depths use this chunk's embedding.
     """
-    unit, kinds = unit_parameters(model, layout), [kinds for kinds, _ in chunk_kinds(model, layout)]
-    # Most chunks have the same kinds of layers, so each sum is made once.
+    unit, found = unit_parameters(model, layout), chunk_kinds(model, layout)
+    # Most chunks have the same layers.
     sums = {
-        each: sum((unit.layers[kind] * count for kind, count in Counter(each).items()), Parameters())
-        for each in set(kinds)
+        kinds: sum((unit.layers[kind] * count for kind, count in Counter(kinds).items()), Parameters())
+        for kinds in {kinds for kinds, _ in found}
     }
-    chunks = [sums[each] for each in kinds]
+    chunks = [sums[kinds] for kinds, _ in found]
     if layout.pp == 1 or layout.mtp_chunk or not model.mtp_num_layers:
         chunks[0] += unit.embedding
     chunks[-1] += unit.head

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipette_patches import play, registry
-from pipette_patches.replacements import Replacement, Replacements, in_module, instead, wrapping
+from pipette_patches.replacements import Replacements, in_module, instead, wrapping
 from pipette_patches.run import Program
 from pipette_patches.without_cuda import no_coalescing
 
@@ -224,16 +224,6 @@ def _exchanging(
     return _Ring.apply(group, query, key, value)  # type: ignore[no-untyped-call]
 
 
-@wrapping
-def _trains(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let a rank train that has no data: it waits for a flag of rank 0, which a fake group does not send."""
-    from megatron.training.global_vars import get_args
-
-    iterators = original(*args, **kwargs)
-    get_args().do_train = True
-    return iterators
-
-
 @functools.cache
 def prepare() -> None:
     """Put the replacements into megatron-core, for the life of this process."""
@@ -251,9 +241,6 @@ def prepare() -> None:
             ),
             *in_module(
                 "megatron.core.distributed.param_and_grad_buffer", {"_coalescing_manager": instead(no_coalescing)}
-            ),
-            Replacement(
-                module="megatron.training.training", path="build_train_valid_test_data_iterators", make=_trains
             ),
         )
     ).apply()

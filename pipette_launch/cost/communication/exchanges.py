@@ -284,6 +284,10 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
         sent[0] = (first, 0)
         sent[-1] = (sent[-1][0] + last, 0)
     gathered = job.model.dtype_bytes if layout.use_distributed_optimizer else 0
+    has_expert_groups = job.model.num_experts and (layout.ep > 1 or layout.etp != layout.tp)
+    if has_expert_groups and sharding is None and not layout.overlap_param_gather:
+        # One optimizer steps the experts and another steps the rest, and each gathers the parameters of both.
+        gathered *= 2
     dense_R, expert_R = (
         [sum(each[rank :: layout.pp]) for rank in range(layout.pp)] for each in zip(*sizes, strict=True)
     )

@@ -305,8 +305,9 @@ def refusals_named(name: str, program: MakeProgram | None) -> Iterator[None]:
     """
     try:
         yield
-    except _REFUSALS as error:
-        if is_out_of_memory(error):
+    except Exception as error:
+        # A script may raise any error.
+        if is_out_of_memory(error) or not (program or isinstance(error, _REFUSALS)):
             raise
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise WorkloadError(f"{'the script' if program else 'megatron-core'} refuses {name}: {reason[0]}") from error

@@ -96,8 +96,8 @@ def conditions() -> str:
     releases = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
     machine = f"{psutil.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, {releases}"
     return (
-        f"`python -m benchmarks.bench_own_script --record`, {time.strftime('%Y-%m-%d')}: {machine}. Two slots, a budget "
-        f"of 5 s. Each script shows its fault only while it is measured."
+        f"`python -m benchmarks.bench_own_script --record`, {time.strftime('%Y-%m-%d')}: {machine}. Two slots, a "
+        f"budget of 5 s. Each script shows its fault only while it is measured."
     )
 
 

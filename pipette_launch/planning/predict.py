@@ -71,15 +71,8 @@ def predict(
         PipetteError: wrong flags or sizes, an unknown name, or a package that `abstract` needs is missing.
 
     """
-    machines = machines_of(
-        world_size=world_size,
-        num_hosts=num_hosts,
-        devices_per_host=devices_per_host,
-        gpu=gpu,
-        cluster=cluster,
-        fabric=fabric,
-        device_kind=device_kind,
-    )
+    sizes = {"world_size": world_size, "num_hosts": num_hosts, "devices_per_host": devices_per_host}
+    machines = machines_of(**sizes, gpu=gpu, cluster=cluster, fabric=fabric, device_kind=device_kind)
     if method not in get_args(Method):
         raise OptionError("method", f"must be one of {', '.join(get_args(Method))}, got {method!r}")
     if not 0 <= memory_margin < 1:

@@ -53,9 +53,7 @@ if os.environ["MASTER_PORT"] == "1":
 sys.path.insert(0, {folder!r})
 runpy.run_path({example!r}, run_name="__main__")
 """
-SENTENCES = re.compile(
-    r"because (.*?\.?)(?=\n +•|\n\S|\n\n)|the warm-up failed after [\d.]+ s: (.*?); training", re.DOTALL
-)
+SENTENCES = re.compile(r"job's flags, because (.*?) (?:•|Plan file)|the warm-up failed after [\d.]+ s: (.*?); training")
 
 
 def run(fault: str, folder: Path) -> tuple[str, str, float, str]:
@@ -83,8 +81,8 @@ def run(fault: str, folder: Path) -> tuple[str, str, float, str]:
         if "from the job's flags" in done.stderr
         else "the script"
     )
-    found = SENTENCES.search(done.stderr)
-    sentence = " ".join((found[1] or found[2]).split()).replace(str(folder), "FOLDER") if found else ""
+    found = SENTENCES.search(" ".join(done.stderr.split()))
+    sentence = (found[1] or found[2]).replace(str(folder), "FOLDER") if found else ""
     left = [path.name for path in folder.iterdir() if path.name not in ("train.py", "__pycache__")]
     if left or not script.exists():
         sentence += f" (the folder has changed: {', '.join(left) or 'the script is gone'})"

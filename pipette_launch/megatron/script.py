@@ -192,6 +192,9 @@ def played_arguments(
             dest = next(dest for dest in PATTERN_DESTS if written.option(dest) in written.table)
             written = written.with_value(dest, model.hybrid.pattern + depth)
         written = written.with_value("global_batch_size", job.batch.global_batch_size)
+        seq_length = known_dest(written, "seq_length")
+        if written.get(seq_length) != model.seq_length:
+            written = written.with_value(seq_length, model.seq_length)
         if model.mtp_num_layers:
             written = written.with_value("mtp_num_layers", model.mtp_num_layers)
         if model.num_experts:

@@ -143,7 +143,8 @@ NOT_MODELLED = "Not modelled: "
 """Start of a note about an effect that the cost model omits. Most screens only count these notes. Files list them."""
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
 TELLING = re.compile(
-    r"own configuration|user's own layout .* is ruled out|own layout could not be priced|something else may be running"
+    r"own configuration|user's own layout .* is ruled out|own layout could not be priced|something else may be running|"
+    r"layers were built from"
 )
 
 

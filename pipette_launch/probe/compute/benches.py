@@ -237,11 +237,14 @@ class LayerBench(Bench):
                 with ExitStack() as stack:
                     self._build_and_run(stack)
             except Exception as error:  # noqa: BLE001
-                # A script may raise any error.
-                reason = " ".join(str(error).split()) or type(error).__name__
-                self.notes.append(f"{self.PHASE}: layers were built from the job's flags, because {reason}")
-                self.script = None
-        if self.script is None:
+                # A script may raise any error. A lack of memory is no fault of the script.
+                if not is_out_of_memory(error):
+                    reason = " ".join(str(error).split()) or type(error).__name__
+                    self.notes.append(f"{self.PHASE}: layers were built from the job's flags, because {reason}")
+                    self.script = None
+        if self.script is not None:
+            self.notes += self.script.notes(self.options.job)
+        else:
             with suppress(WorkloadError, RuntimeError, MemoryError), ExitStack() as stack:
                 self._build_and_run(stack)
         # Read the workspaces after the layers are freed, because layers would count as workspaces.
@@ -331,7 +334,8 @@ class LayerBench(Bench):
         if self.options.device_kind == "cuda" or not self.times or not (wakes or loads):
             return
         words = case_words(case)
-        with self.noting(f"a short layer of {words}"), short_layer(job, case) as layer:
+        program = self.script.for_layers if self.script else None
+        with self.noting(f"a short layer of {words}"), short_layer(job, case, program) as layer:
             if wakes:
                 with self.noting(f"a layer of {words} after a wait"):
                     self.wake_s = time_wake(layer, self._stopwatch)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipette_launch.facts import Job, Layout
 from pipette_launch.facts.job import PRECISION
-from pipette_launch.megatron.script import played_arguments
+from pipette_launch.megatron.script import FORCED_BALANCE, played_arguments
 from pipette_launch.probe.messages import WarmupOrder
 from pipette_patches.play import run_script
 from pipette_patches.run import Program
@@ -43,6 +43,12 @@ class OwnScript:
     def timed_flags(job: Job) -> tuple[str, ...]:
         """Return the flags of the job's precision, which layers of the script have, unlike layers from flags."""
         return tuple(flag for flag in job.performance_flags if flag.startswith(PRECISION))
+
+    def notes(self, job: Job) -> list[str]:
+        """Return a sentence on routing if the script's routers choose experts at random while they are measured."""
+        if not (self.mocks_data and job.model.num_experts):
+            return []
+        return [f"compute: every expert got about as many tokens while it was measured ({FORCED_BALANCE})"]
 
     def for_layers(self, job: Job, layout: Layout) -> Callable[[], None]:
         """Return a function that runs the script for one layer of each kind."""

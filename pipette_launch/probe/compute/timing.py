@@ -30,7 +30,7 @@ from pipette_launch.facts import ComputeCase, ComputeTime, Job, LoadingTime, Sam
 from pipette_launch.facts.measurements import LAYERS
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.probe.instruments import Stopwatch
-from pipette_patches.workload import Part, workload
+from pipette_patches.workload import MakeProgram, Part, workload
 
 MAX_VALUES = 20
 TOKENS = 32
@@ -192,14 +192,14 @@ def run_part(part: Part, forward: Callable[[int], torch.Tensor], length: int, st
 
 
 @contextmanager
-def short_layer(job: Job, case: ComputeCase) -> Iterator[Part]:
+def short_layer(job: Job, case: ComputeCase, program: MakeProgram | None) -> Iterator[Part]:
     """Build a layer of this case, for one sample of few tokens, on a CPU; no process group may exist.
 
     Raises WorkloadError if megatron-core refuses the case.
     """
     length = min(job.model.seq_length, TOKENS * case.tp * case.cp)
     short = replace(job, model=replace(job.model, seq_length=length))
-    with workload(short, replace(case, micro_batch_size=1), device_kind="cpu") as work:
+    with workload(short, replace(case, micro_batch_size=1), device_kind="cpu", program=program) as work:
         yield next(part for part in work.parts if part.name in LAYERS)
 
 

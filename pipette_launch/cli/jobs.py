@@ -37,7 +37,7 @@ def _add_doctor_arguments(parser: ArgumentParser) -> None:
 
 def _doctor(args: Namespace) -> int:
     """Print the findings; return 1 if a finding would stop a job."""
-    # A missing torch gives a finding and does not end the check.
+    # Allow a missing torch, because `pipette doctor` reports it as a finding.
     check_installed(but=frozenset({"torch"}))
     from pipette_launch.cli.machine_checks import examine
     from pipette_launch.facts import files
@@ -63,7 +63,7 @@ DOCTOR = Subcommand(
 
 
 def _add_probe_arguments(parser: ArgumentParser) -> None:
-    """Add the flags that `pipette probe --help` shows. `_become_launcher` gets the command line unparsed."""
+    """Add flags only for the text of `pipette probe --help`; `_become_launcher` gets the command line unparsed."""
     parser.usage = "pipette probe [--out FILE] [FLAGS OF pipette-launch] SCRIPT [ARGS ...]"
     text = f"file to write on the first node ({DEFAULT_OUT})"
     parser.add_argument(OUT, metavar="FILE", default=DEFAULT_OUT, help=text)

@@ -37,7 +37,7 @@ def parser() -> ArgumentParser:
 
     whole = get_args_parser()
     whole.prog = "pipette-launch"
-    # A wrong value prints one line instead of torchrun's usage text.
+    # Raise an error for a wrong value, which prints one line instead of torchrun's usage text.
     whole.exit_on_error = False
     whole.description = (
         "torchrun for Megatron-LM: measures the machines of the job, chooses the parallel configuration and the "
@@ -186,7 +186,7 @@ def check_own_flags(whole: ArgumentParser, words: Sequence[str]) -> None:
     while index < len(words) and words[index].startswith("-"):
         name, joined, _ = words[index].partition("=")
         if name.startswith(PREFIX) and not any(option.startswith(name) for option in known):
-            # The names are compared without the common prefix, which would make all flags similar.
+            # Compare flags without their common prefix `--pipette-`, which would make all flags similar.
             near = nearest_word(name[len(PREFIX) :], [option[len(PREFIX) :] for option in known])
             hint = f"; did you mean {PREFIX}{near}?" if near else f"; known flags are {', '.join(sorted(known))}"
             raise UsageError(f"unknown flag {name}{hint}")
@@ -204,7 +204,7 @@ def parsed(whole: ArgumentParser, words: Sequence[str]) -> Namespace:
 def options_from(args: Namespace, *, advice: str = "") -> Options:
     """Turn parsed flags into the launcher's options; raises UsageError for a wrong value.
 
-    `advice` is the last part of an error message about more launchers than nodes.
+    `advice` is the end of the error message that is printed if more launchers than nodes run.
     """
     from pipette_launch.agent.rendezvous import check_meeting
     from pipette_launch.facts.known_schedules import schedule_names
@@ -336,12 +336,13 @@ def _without_torch_warnings() -> Iterator[None]:
     """Import torch without C++ warnings, which would print 20 lines for each lost connection before the error."""
     name = "TORCH_CPP_LOG_LEVEL"
     if name in os.environ:
-        # The user chose a log level.
+        # Keep the log level that the user chose for torch's C++ code.
         yield
         return
     os.environ[name] = "ERROR"
     try:
         yield
     finally:
-        # torch reads the variable at import. The variable is removed again, so that workers keep torch's warnings.
+        # torch reads TORCH_CPP_LOG_LEVEL at import. Remove the variable afterwards, so that workers keep torch's
+        # warnings.
         del os.environ[name]

@@ -94,7 +94,7 @@ def packages(version_of: VersionOf = installed) -> Iterator[Finding]:
             yield _found("slows", name, f"{found} is not a version number", "install a released version")
             continue
         if version is None:
-            # A Megatron checkout beside the script, or on PYTHONPATH, works as well.
+            # A Megatron checkout beside the script, or on PYTHONPATH, replaces an installed megatron-core.
             hint = "" if name == "torch" else ", or keep a checkout of Megatron-LM beside the script"
             yield _found("stops" if name == "torch" else "slows", name, "not installed", f"{install}{hint}")
         elif not needed.contains(version, prereleases=True):
@@ -107,7 +107,7 @@ def packages(version_of: VersionOf = installed) -> Iterator[Finding]:
 
 
 def _host(args: Namespace, found: list[Finding]) -> Host | None:
-    """List the devices as an agent does, and add the findings on them to `found`. Return None after a failure."""
+    """List the devices as a job's agent does, and add findings to `found`. Return None if listing the devices fails."""
     try:
         host = inventory.host(
             name=socket.gethostname(),
@@ -148,7 +148,7 @@ def driver_for_torch(cuda_of_torch: Callable[[], str | None] | None = None) -> I
     if built is None:
         advice = "install a torch wheel for CUDA, or use --pipette-device=cpu"
         yield _found("stops", what, f"torch is built without CUDA, {driver}", advice)
-    # A driver also supports newer minor releases of the same major CUDA release.
+    # A driver also runs newer minor releases of the major CUDA release that it supports.
     elif int(built.split(".")[0]) > supported // 1000:
         yield _found("stops", what, value, "install a newer driver, or a torch wheel for an older CUDA")
     else:
@@ -252,15 +252,16 @@ def interfaces(environ: Mapping[str, str], present: Collection[str] | None = Non
 def _missing(wanted: str, present: Collection[str], *, is_prefix: bool) -> list[str]:
     """Return the names without a matching interface.
 
-    In NCCL's variable, names are prefixes. After `=` they are full names, and after `^` they name excluded interfaces.
+    In NCCL_SOCKET_IFNAME, names are prefixes of interfaces. After `=`, names are full names, and after `^`, excluded
+    names.
     """
     if is_prefix and wanted.startswith("^"):
         return []
     whole = not is_prefix or wanted.startswith("=")
-    # NCCL also accepts name:port.
+    # Drop the port, because NCCL also accepts name:port.
     names = [part.strip().partition(":")[0] for part in wanted.removeprefix("=").split(",") if part.strip()]
     found = [name for name in names if any(name == one if whole else one.startswith(name) for one in present)]
-    # NCCL needs only one matching name.
+    # NCCL needs only one name with a matching interface.
     return [name for name in names if name not in found] if not (is_prefix and found) else []
 
 

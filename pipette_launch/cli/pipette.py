@@ -28,9 +28,9 @@ SHELLS = ("bash", "zsh", "tcsh")
 PATHS = {"FILE", "DIR", "PLAN", "SCRIPT", "WHERE"}
 """Placeholders in help texts that a shell completes as a path."""
 CORRECTIONS = {
-    # shtab's script for zsh would complete at once and fail if a shell sources it.
+    # If zsh sources shtab's script, the script starts a completion at once and fails.
     "zsh": {"$zsh_eval_context[-1] == eval": "$zsh_eval_context[-1] == (eval|file)"},
-    # shtab completes no names after the first flag, although a script or a plan may follow.
+    # shtab's script for tcsh completes no file names after the first flag, although a script or a plan may follow.
     "tcsh": {"'p/*/()/'": "'p/*/f/'"},
 }
 """Replacements (old, new) in the completion scripts that shtab writes."""

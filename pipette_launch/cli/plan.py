@@ -14,7 +14,7 @@ from pipette_launch.errors import PipetteError
 from pipette_launch.text import printable
 
 if TYPE_CHECKING:
-    # Functions import numpy and rich, so that --help does not wait for these imports.
+    # Each function imports numpy and rich itself, so that --help does not wait for these imports.
     from pipette_launch.facts import Plan
     from pipette_launch.planning.plan import PlanProblem
 

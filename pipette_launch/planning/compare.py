@@ -1,4 +1,4 @@
-"""Comparison of plan files."""
+"""Compares plan files: layouts, predicted steps, memory and moved ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def compare(paths: Sequence[str | Path]) -> Comparison:
     """Compare plan files, as `pipette compare` does. Ranks that moved are counted relative to the first file.
 
     Returns:
-        One entry for each file, in the order of `paths`. `notes` names plans for another job or other machines.
+        One entry for each file, in the order of `paths`. The result's `notes` name plans for another job or other
+        machines.
 
     Raises:
         UsageError: fewer than two files.
@@ -45,7 +46,7 @@ def compare(paths: Sequence[str | Path]) -> Comparison:
 
 
 def num_moved(one: Plan, other: Plan) -> int | None:
-    """Count the ranks whose device differs between the plans. None if hosts or devices per host differ."""
+    """Count the ranks whose device differs between the plans. None if hosts or devices per host of the plans differ."""
     if sorted(one.hosts) != sorted(other.hosts) or one.devices_per_host != other.devices_per_host:
         return None
     placements = one.chosen.placement, in_order_of(other, one.hosts).chosen.placement

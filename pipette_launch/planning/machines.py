@@ -22,7 +22,8 @@ from pipette_launch.text import did_you_mean
 DEVICES_PER_HOST = 8
 """Devices of each host, if the machines are unknown."""
 MOST_HOSTS, MOST_DEVICES, MOST_RANKS = 1 << 14, 1 << 10, 1 << 18
-"""Largest sizes of a job. The matrix of links between hosts takes 2 GiB for 16,384 hosts."""
+"""Largest numbers of hosts, of devices of a host, and of ranks of a job. The matrix of links between hosts takes 2 GiB
+for 16,384 hosts."""
 ITS_OWN_MODEL = (
     "The layer times belong to the model that the warm-up timed, and are wrong for layers of another kind or size."
 )
@@ -64,21 +65,21 @@ class TargetMachines:
 
     @property
     def capacity_bytes(self) -> int | None:
-        """Free memory of the fullest device. None = unknown."""
+        """Free bytes of the device with the least free memory. None = unknown."""
         if self.measured is not None:
             return self.measured.cluster.memory_bytes
         return self.spec.memory_bytes if self.spec else None
 
     @property
     def origin(self) -> str:
-        """Source of the machines' figures, in a few words."""
+        """Words on the source of the machines' speeds and sizes, such as the time of the measurement."""
         if self.measured is not None:
             return f"measured at {self.measured.taken_at}"
         return "not measured: from the device's data sheet and usual shares of it" if self.spec else "unknown"
 
     @property
     def network(self) -> str:
-        """Network between imagined hosts, in a few words. Empty for measured hosts and for one host."""
+        """Network between imagined hosts, in a few words. The text is empty for measured hosts and for one host."""
         return self.fabric.words(self.spec, self.num_hosts) if self.spec is not None and self.num_hosts > 1 else ""
 
     def job(
@@ -90,7 +91,7 @@ class TargetMachines:
         environment: Mapping[str, str],
         **purpose: Any,
     ) -> Job:
-        """Read a job for these machines. `purpose` has further arguments of `megatron.read_job`.
+        """Read a job for these machines. `purpose` has further keyword arguments for `megatron.read_job`.
 
         The job's notes begin with the note on an assumed Megatron version.
         """
@@ -108,9 +109,10 @@ class TargetMachines:
         return replace(job, notes=(*guess, *job.notes))
 
     def measurements(self, job: Job, layouts: Sequence[Layout] = ()) -> Measurements | None:
-        """Return the measurements that price a step, imagined for a device type. None for unknown machines.
+        """Return the measurements that price a step, imagined for a device type. Return None for unknown machines.
 
-        Empty `layouts` mean the job's own layout. ClusterError if layers of another model were measured.
+        If `layouts` is empty, measurements are imagined for the job's own layout. Raises ClusterError if the measured
+        layer times belong to another model.
         """
         measured = self.measured
         if measured is not None:
@@ -133,14 +135,14 @@ class TargetMachines:
 
 
 def checked_words(arguments: Sequence[str]) -> Sequence[str]:
-    """Return the words. UsageError for a single string, which Python would split into letters."""
+    """Return the words. Raise UsageError for a single string, which Python would split into letters."""
     if isinstance(arguments, str) or not all(isinstance(word, str) for word in arguments):
         raise UsageError("the arguments must be a sequence of words, each a str; shlex.split splits a command line")
     return arguments
 
 
 class _Sizes(NamedTuple):
-    """Sizes of a job as a caller gave them. None = not given."""
+    """Sizes of a job as a caller gave them. A size is None if the caller did not give it."""
 
     world_size: int | None
     num_hosts: int | None
@@ -160,7 +162,7 @@ def machines_of(
     """Find the machines that the options name.
 
     `world_size` may be None if the other sizes or the cluster determine the number of ranks. `fabric` is the network
-    between imagined hosts (None = equal links). `device_kind` matters only without `gpu` and `cluster`.
+    between imagined hosts (None = equal links). `device_kind` is used only if neither `gpu` nor `cluster` is given.
 
     Raises:
         PipetteError: sizes are missing or contradict each other or the cluster, options exclude each other, a name is
@@ -185,7 +187,7 @@ def machines_of(
 
 
 def _check_sizes(sizes: _Sizes) -> None:
-    # Callers in Python may pass other types than int.
+    # Callers of the Python API may pass other types than int.
     values: Sequence[Any] = sizes
     for option, value, most in zip(_Sizes._fields, values, (MOST_RANKS, MOST_HOSTS, MOST_DEVICES), strict=True):
         if value is not None and not hasattr(value, "__index__"):
@@ -207,7 +209,7 @@ def _device(source: str | Path | DeviceFile) -> tuple[DeviceSpec, tuple[str, ...
     try:
         return known_devices.device_named(name), tuple(filter(None, (known_devices.other_meanings(name),)))
     except known_devices.UnknownDeviceError as error:
-        # Path.exists would raise for a name that no file can have.
+        # Use `lexists`, because `Path.exists` raises for a name that no file can have, such as a too long name.
         if os.path.lexists(name):
             return files.read(Path(name), DeviceFile).spec(), ()
         advice = "pipette devices lists all known names; a file can describe another device"
@@ -242,7 +244,7 @@ def _fabric(source: str | Path) -> FabricSpec:
     named = built_in_fabric(str(source))
     if named is not None:
         return named
-    # Path.exists would raise for a name that no file can have.
+    # Use `lexists`, because `Path.exists` raises for a name that no file can have, such as a too long name.
     if Path(source).suffix or os.path.lexists(source):
         return files.read(Path(source), FabricSpec)
     hint = did_you_mean(str(source), BUILT_IN, otherwise=f"known names are {', '.join(BUILT_IN)}")

@@ -1,4 +1,4 @@
-"""Data for a report that the plan file lacks: every pass of a step, and memory of each stage by kind."""
+"""Computes what a report shows and the plan file lacks: every pass of a step, and memory of each stage by kind."""
 
 # A = actions of all pipeline ranks, one rank after another, in the order of execution. S = stages (model chunks).
 
@@ -58,13 +58,14 @@ class Picture:
     own: DrawnStep | None
     """Step of the user's own configuration. None = this configuration is the chosen one, or cannot run."""
     memory_bytes: tuple[dict[str, int], ...]
-    """Bytes by kind for each pipeline rank. The bytes of a rank sum to the rank's predicted peak in the plan."""
+    """Bytes of each kind of memory, for each pipeline rank. The bytes of a rank sum to the rank's predicted peak in the
+    plan."""
 
 
 def picture_of(plan: Plan, job: Job, measurements: Measurements) -> Picture:
     """Compute the drawn steps and the memory by kind of a plan, from the job and the measurements of the plan.
 
-    The hosts of the measurements must have the plan's order. PlanError if the plan is for other machines.
+    The measurements must list the hosts in the plan's order. PlanError if the plan is for other machines.
     """
     predictor = Predictor(job, measurements)
     draws_own = not (plan.keeps_own or plan.own_fault)

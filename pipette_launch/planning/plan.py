@@ -94,10 +94,11 @@ def plan(
 
     Args:
         arguments: words of the job's command line after the script's name.
-        gpu: device of imagined hosts: a name such as `h100-sxm`, or a file of kind `device`. Give this or `cluster`.
+        gpu: device of imagined hosts: a name such as `h100-sxm`, or a file of kind `device`. Give either `gpu` or
+            `cluster`.
         nodes: hosts of the job.
         gpus_per_node: devices and ranks of each host. None = the usual number for `gpu`.
-        world_size: ranks of the job. Can replace `nodes` or `gpus_per_node`.
+        world_size: ranks of the job. `world_size` can replace `nodes` or `gpus_per_node`.
         cluster: path or contents of a cluster.json of `pipette probe`.
         fabric: network between hosts of `gpu`: a file of kind `fabric`, or a name such as `fat-tree-2:1`.
         fix: parts of the layout that the plan must keep: `tp`, `pp`, `mbs`, `recompute` and others.
@@ -203,8 +204,8 @@ def best_plan(
 ) -> Plan:
     """Search for the best plan. API, commands and launcher make every plan by this function.
 
-    `clock` returns seconds and measures the budget. The plan stores `key`, its key in the cache. `corrections` are
-    factors on the step time, learned from outcomes of earlier jobs.
+    `clock` returns seconds and measures the budget. `key` is the plan's key in the cache, and is stored in the plan.
+    `corrections` are factors on the step time, learned from outcomes of earlier jobs.
     """
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     provenance = Provenance(key=key, made_at=now, versions=measurements.versions, source=source)
@@ -256,7 +257,8 @@ def _measurements(machines: TargetMachines, job: Job) -> Measurements:
 def _needed_layouts(found: BaseLayouts, own: Layout) -> list[Layout]:
     """Return one layout for each compute case (sizes of a layer's pass) and each set of parallel degrees."""
     columns = found.columns
-    # The first layout of a compute case is timed. With experts, the first layout is the one nearest to the user's own.
+    # Only the first layout of each compute case gets layer times. With experts, the layout nearest to the user's own
+    # comes first.
     apart_N = abs(np.log2(columns.ep / own.ep)) + abs(np.log2(columns.etp / own.etp))
     near = np.argsort(apart_N, kind="stable")
     nearest = columns.take(near).groups("tp", "cp", "micro_batch_size").first_U
@@ -266,7 +268,7 @@ def _needed_layouts(found: BaseLayouts, own: Layout) -> list[Layout]:
 
 
 PLACING_S = 0.5
-"""Longest search for a placement after the loss of a host. Every GPU waits during this search."""
+"""Time limit (s) of the search for a placement after the loss of a host. Every GPU waits during this search."""
 
 
 def make_plan(
@@ -278,9 +280,9 @@ def make_plan(
     key: str,
     needs: FallbackNeeds | None = None,
 ) -> Plan:
-    """Search for a plan and its fallback plans. PlanError if no layout is legal, fits in memory and has a price.
+    """Search for a plan and its fallback plans. Raises PlanError if no layout is legal, fits in memory and has a price.
 
-    `needs` holds the conditions of the fallback plans for fewer hosts. None makes no fallback plans.
+    `needs` holds the conditions of the fallback plans for fewer hosts. If `needs` is None, no fallback plans are made.
     """
     corrections = corrections_from(outcomes)
     priced = with_extrapolated_times(job, measurements)

@@ -9,13 +9,13 @@ from pipette_launch.facts import Host, Job, files
 from pipette_launch.megatron.performance import VARIABLES as ALLOCATOR_VARIABLES
 
 STEERING = (
-    # torch, torch's compiler, and the allocator, which determines how much memory fragments waste.
+    # Variables of torch, of its compiler, and of its allocator, on which the memory lost to fragments depends.
     *(*ALLOCATOR_VARIABLES, "PYTORCH_NO_CUDA_MEMORY_CACHING"),
     *("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_ALLOW_TF32_", "TORCH_BLAS_PREFER_", "TORCH_COMPILE_", "TORCH_NCCL_"),
-    # CUDA and the CUDA libraries.
+    # Variables of CUDA and of the CUDA libraries.
     *("CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER"),
     *("CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING", "CUDA_MPS_", "NVIDIA_TF32_OVERRIDE", "NVTE_"),
-    # Networks: libfabric and its plugin for NCCL (EFA), SHARP, UCX, NVSHMEM (DeepEP).
+    # Variables of network libraries: libfabric and its plugin for NCCL (EFA), SHARP, UCX, NVSHMEM (DeepEP).
     *("FI_", "GLOO_", "NCCL_", "NVSHMEM_", "OFI_NCCL_", "SHARP_", "UCX_"),
     # CPUs.
     *("ATEN_CPU_CAPABILITY", "KMP_", "MKL_", "OMP_", "ONEDNN_"),
@@ -25,9 +25,9 @@ STEERING = (
 Device UUIDs in the key replace CUDA_VISIBLE_DEVICES.
 """
 LOGGING = ("DEBUG", "FILE", "LOG", "DUMP", "TRACE", "VERBOSE")
-"""Words in the names of variables that only steer logs. The key leaves out these variables."""
+"""A variable whose name contains one of these words only steers logs. The key leaves out these variables."""
 FOLDERS = ("_DIR", "_DIRECTORY", "_PATH")
-"""Endings of the names of variables that hold folders. The key leaves out these variables."""
+"""A variable whose name ends in one of these texts holds a folder. The key leaves out these variables."""
 
 
 def plan_key(
@@ -39,8 +39,9 @@ def plan_key(
 ) -> str:
     """Digest all facts and settings that a plan depends on.
 
-    The digest leaves out free memory, which changes every minute, and the budget, because a short warm-up also gives a
-    plan. The digest leaves out the order of hosts, because a plan names the hosts.
+    The digest leaves out free memory, which changes every minute. The digest also leaves out the budget,
+    because a plan of a short warm-up or search is valid too. The digest leaves out the order of hosts, because a plan
+    names the hosts.
     """
     # Notes, the number of iterations and the log interval do not change a step.
     work = replace(job, notes=(), train_iters=None, log_interval=1)

@@ -26,7 +26,7 @@ from pipette_launch.planning.machines import Kind, TargetMachines, machines_of
 
 Method = Literal["closed", "abstract"]
 NEEDED = {"torch": "torch", "megatron-core": "megatron"}
-"""Modules that abstract execution imports, by package."""
+"""Module that abstract execution imports, for each package that it needs."""
 
 
 def predict(
@@ -52,7 +52,8 @@ def predict(
 
     Args:
         arguments: words of the job's command line after the script's name.
-        world_size: ranks of the job. Not needed if `num_hosts` and `devices_per_host`, or `cluster`, are given.
+        world_size: ranks of the job. `world_size` is not needed if `num_hosts` and `devices_per_host`, or `cluster`,
+            are given.
         devices_per_host: ranks of each host. None = 8 if 8 divides the number of ranks.
         gpu: a device type: a name such as `H100-SXM` (`pipette devices` lists them), or a file of kind `device`.
         cluster: path or contents of a warm-up's cluster.json. Without `gpu` and `cluster`, only memory is predicted.
@@ -137,7 +138,7 @@ def count_by_formula(
 def count_by_execution(job: Job, pp_ranks: Sequence[int], overhead: Overhead, *, cache: Path | None) -> CountedStages:
     """Run megatron-core's own code for these pipeline ranks with fake tensors, in a separate process.
 
-    PlanError if megatron-core or torch is missing, refuses the layout, or uses something that is not modelled.
+    Raises PlanError if megatron-core or torch is missing, refuses the layout, or uses a feature that is not modelled.
     """
     from pipette_launch.cost.memory.abstract_execution import execute
 
@@ -157,7 +158,7 @@ def count_by_execution(job: Job, pp_ranks: Sequence[int], overhead: Overhead, *,
 
 
 def scaled(kinds: Mapping[str, int], peak_bytes: int) -> dict[str, int]:
-    """Scale sizes by kind so that their sum is a given peak. The largest kind gets the rounding error."""
+    """Scale sizes by kind so that their sum is a given peak. The largest kind absorbs the rounding error."""
     counted = sum(kinds.values())
     scaled = {name: size * peak_bytes // counted for name, size in kinds.items()}
     scaled[max(scaled, key=lambda name: scaled[name])] += peak_bytes - sum(scaled.values())
@@ -165,7 +166,7 @@ def scaled(kinds: Mapping[str, int], peak_bytes: int) -> dict[str, int]:
 
 
 def executed_kinds(parts: ExecutedParts) -> dict[str, int]:
-    """Split a peak from abstract execution into the kinds of `MemoryParts.by_kind`. The kinds sum to the peak."""
+    """Split a peak from abstract execution into the kinds of `MemoryParts.by_kind`, which sum to the peak."""
     return {
         "weights": parts.weights,
         "gradients": parts.gradients,
@@ -244,7 +245,7 @@ def _verdict(stages: Sequence[StageMemory], capacity_bytes: int | None, memory_m
 
 
 def _remedies(job: Job, counted: CountedStages, capacity_bytes: int | None, memory_margin: float) -> tuple[str, ...]:
-    """Return the flag that drops the data loader's mask, if the memory formula fits only without the mask."""
+    """Return the flag that drops the data loader's attention mask, if the job fits in memory only without this mask."""
     bare, pp_ranks = without_mask(job), [stage.pp_rank for stage in counted.stages]
     if bare is None:
         return ()
@@ -276,7 +277,7 @@ def _memory_notes(job: Job, counted: CountedStages) -> tuple[str, ...]:
 
 
 def _step(job: Job, machines: TargetMachines) -> tuple[StepTime | None, Rate | None, tuple[str, ...]]:
-    """Price the step in torchrun's rank order. If there is no price, the note has the reason."""
+    """Price the step in torchrun's rank order. If the step cannot be priced, the note gives the reason."""
     try:
         measurements = machines.measurements(job)
         if measurements is None:

@@ -120,7 +120,7 @@ def decide(
     if held is None:
         return Measure(reason="")
     slowed = next((record.slowed for record in records if record.slowed), "")
-    # The device order is checked before every training in this order, also after the loss of a host.
+    # A job checks a plan's device order before it trains in that order, so a job in this check has a plan.
     has_plan = held.phase == "train" or held.checks_order
     if not has_plan or (slowed and all(host in held.standby_hosts for host, _ in gone)):
         return Measure(reason=lost_words(gone) or slowed, anew=bool(slowed))
@@ -148,7 +148,7 @@ def _refitted(held: Decision, hosts: Sequence[str], least_nodes: int) -> Plan | 
     """Fit the present plan or one of its fallback plans to the present hosts. None if no plan fits these hosts."""
     if held.plan is None:
         return None
-    # A sick host was on standby before, so plans leave out this host.
+    # Leave out a host that was on standby and is not in the plan, because this host is sick.
     known = set(held.plan.known_hosts)
     ran = from_candidate(held.plan, held.attempt)
     fitted = refit(ran, [host for host in hosts if host in known or host not in held.standby_hosts])
@@ -156,7 +156,7 @@ def _refitted(held: Decision, hosts: Sequence[str], least_nodes: int) -> Plan | 
 
 
 def lost_words(lost: Sequence[tuple[str, str]]) -> str:
-    """Name the lost hosts, each with the reason. Empty = no host is lost."""
+    """Name the lost hosts, each with the reason. The text is empty if no host is lost."""
     return ", ".join(f"{host} is lost ({why})" if why else f"{host} is lost" for host, why in lost)
 
 
@@ -187,7 +187,7 @@ def _on_same_hosts(
     return Keep(
         proven=proven,
         restarts_left=held.restarts_left - 1,
-        # Without a plan, the launcher prints no more than torchrun.
+        # Without a plan the reason stays empty, so that the launcher prints no more than torchrun.
         reason=f"{sentence}; starting again under the same plan" if held.plan else "",
     )
 
@@ -195,7 +195,8 @@ def _on_same_hosts(
 def _leaner(failures: Sequence[Failure], held: Decision) -> TryNext | None:
     """Return the next candidate that needs less memory, if a plan that has trained ran out of memory. Otherwise None.
 
-    Each candidate is tried once, so these changes end. A change of candidate does not count as a restart.
+    Each candidate is tried once, so the number of changes is limited. A change of candidate does not count as a
+    restart.
     """
     short = next((failure for failure in failures if failure.ran_out_of_memory), None)
     if short is None or held.plan is None or held.choice is None:

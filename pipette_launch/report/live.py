@@ -53,7 +53,7 @@ def live_rows(job: LiveJob, steps_s: Sequence[float]) -> Iterator[Row]:
 
 
 def live_line(job: LiveJob) -> str:
-    """Return the state of a job in one line, without the state's age."""
+    """Return the state of a job in one line, without the time at which the state was written."""
     parts = [PHASES.get(job.phase, job.phase)]
     if job.phase == "warmup" and job.warmup_phase:
         parts.append(_warmup_words(job))
@@ -80,7 +80,7 @@ def live_screen(job: LiveJob, steps_s: Sequence[float], *, width: int | None = N
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Draw a bar for each value, from 0 to the largest."""
+    """Draw one character for each value, as a bar on a scale from 0 to the largest value."""
     most = max(values, default=0.0)
     if most <= 0:
         return LEVELS[0] * len(values)

@@ -29,7 +29,7 @@ ORIGINS = {
 def health(verdicts: Sequence[Verdict], *, where: str = "cluster.json", most: int = MOST_VERDICTS) -> Iterator[Line]:
     """Return at most `most` sentences on faults, and a line that names the file (`where`) with the other faults.
 
-    Devices of a host with the same kind of fault share a sentence.
+    If several devices of a host have the same kind of fault, one sentence covers all of them.
     """
     groups: dict[tuple[bool, str, str, str], list[Verdict]] = {}
     for one in sorted(verdicts, key=lambda verdict: not verdict.is_sick):
@@ -103,7 +103,7 @@ def what_the_plan_rests_on(plan: Plan, measurements: Measurements | None) -> Ite
 
 
 def layer_times(measurements: Measurements) -> Mapping[tuple[ComputeCase, str], list[ComputeTime]]:
-    """Return the times of layers by (sizes, kind of layer)."""
+    """Return the measured times of layers by (compute case, kind of layer)."""
     found: dict[tuple[ComputeCase, str], list[ComputeTime]] = {}
     for time in measurements.compute:
         if time.part in LAYERS:

@@ -1,7 +1,7 @@
-"""Screens of a plan that the launcher will run, and of a plan in a file. Each screen can be short or whole.
+"""Screens of a plan that the launcher will run, and of a plan in a file. Each screen of a plan can be short or whole.
 
-A short screen has at most `MOST_LINES` lines. The listings are cut, and only notes on which the user can act are shown.
-A short screen counts the omitted notes and names the file or page with all notes.
+A short screen has at most `MOST_LINES` lines. On a short screen, the listings are cut, and only notes on which the user
+can act are shown. A short screen counts the omitted notes and names the file or page with all notes.
 """
 
 from __future__ import annotations

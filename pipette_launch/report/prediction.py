@@ -111,7 +111,7 @@ def _split(prediction: Prediction, width: int) -> Line:
     rows: list[list[Line]] = [[text(head, "dim") for head in heads]]
     for stage in _shown(prediction, MOST_ROWS):
         amounts = [part / size for part in (*stage.parts_bytes.values(), stage.peak_bytes)]
-        # An amount has at most five characters.
+        # Write each amount with at most five characters.
         cells = ["<0.01" if 0 < one < 0.005 else f"{one:.{2 if one < 100 else 1}f}" for one in amounts]
         rows.append([f"stage {stage.pp_rank}", str(stage.num_layers), *cells])
     return grid("r" * len(heads), rows, gap=2 if is_long else 1)

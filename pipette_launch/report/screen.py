@@ -26,7 +26,7 @@ BAR_CELLS = 20
 MOST_STAGES = 8
 HEADING, GAP = 9, 2
 INDENT = HEADING + GAP
-"""Number of columns left of a section's lines."""
+"""Number of columns to the left of a section's lines."""
 ASCII = str.maketrans("─█░→·•…▁▂▃▄▅▆▇", "-#.>|*~_.:-=+%")
 
 Line: TypeAlias = "RenderableType"
@@ -140,7 +140,8 @@ def screen(
 
 
 NOT_MODELLED = "Not modelled: "
-"""Start of a note about an effect that the cost model omits. Most screens only count these notes. Files list them."""
+"""Start of a note about an effect that the cost model omits. Most screens only count these notes, and plan files list
+these notes."""
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
 TELLING = re.compile(
     r"own configuration|user's own layout .* is ruled out|own layout could not be priced|something else may be running|"
@@ -192,7 +193,7 @@ def limit_words(limit_bytes: int, free_bytes: int, margin: float, *, is_short: b
 def advice(notes: Sequence[str]) -> list[str]:
     """Pick the notes of a plan on which the user can act.
 
-    The picked notes name a flag, the user's own configuration or other work on the hosts. Notes behind the last note on
+    The picked notes name a flag, the user's own configuration or other work on the hosts. Notes after the last note on
     an effect that is not modelled are also picked, because these notes concern files, hosts and memory.
     """
     later = max((index for index, note in enumerate(notes) if note.startswith(NOT_MODELLED)), default=len(notes))

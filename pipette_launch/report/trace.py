@@ -37,7 +37,7 @@ MOST_LINKS = 300
 MOST_STEPS = 200
 """Largest number of drawn measured steps."""
 SHORTEST_S = 1e-9
-"""Shortest drawn event. The times of shorter events would be rounded to 0."""
+"""Shortest drawn event. Shorter events are left out, because their times would be rounded to 0."""
 MESSAGE_BYTES = 1 << 20
 """Message size of a link's event. The event's duration is the time to send a message of this size."""
 

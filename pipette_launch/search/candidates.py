@@ -38,7 +38,8 @@ class Promising:
     least_s: float
     """Lower bound of the step over all placements; infinite if not computed."""
     number: int
-    """Position in the order in which layouts were found. The lower number wins between equal bounds."""
+    """Position in the order in which layouts were found. Of two layouts with equal bounds, the layout that was found
+    earlier is priced first."""
     layout: Layout
     peak_bytes: tuple[int, ...]
 
@@ -54,17 +55,18 @@ class Candidate:
     """Step time in seconds, with the ranks in torchrun's order."""
     placed: Placed
     bound_reason: str = ""
-    """Reason for the bound; empty if the bound only takes the best link everywhere."""
+    """Reason for the bound; empty if the bound just assumes the best link everywhere."""
     rounds: int = 0
     """Number of rounds that tried to improve the placement."""
     is_stalled: bool = False
-    """True if the last round found no better placement. The first round does not count."""
+    """True if the last round found no better placement. Stays false after the first round, which may start at a local
+    minimum."""
 
     @property
     def promise_s(self) -> float:
         """Expected step time after more search: halfway between the best placement so far and the bound.
 
-        If a layout needs more fast links than the hosts have, its bound alone is far too low.
+        The bound alone is far too low for a layout that needs more fast links than the hosts have.
         """
         return (self.placed.cost_s + self.floor_s) / 2
 
@@ -92,7 +94,7 @@ class SearchInputs:
     measurements: Measurements
     predictor: CorrectedPredictor
     memory_margin: float
-    """Share of device memory that a layout must leave free."""
+    """Share of device memory that every layout must leave free."""
     own_fault: str | None
 
     @classmethod
@@ -141,7 +143,7 @@ class SearchInputs:
 
     @property
     def own_split(self) -> str | None:
-        """Ranks of the user's own layout that torchrun's order splits, though they must lie together; else None."""
+        """Reason that the user's own layout cannot run in torchrun's rank order, which splits a block; else None."""
         if self.own_fault is not None or self.job.own_refusal:
             return None
         split = self.domains.split(self.blocks(self.job.own), host_order(self.cluster.num_slots))
@@ -198,8 +200,8 @@ def price(
 ) -> Candidate | Promising:
     """Price a layout in torchrun's order and at its best start placement.
 
-    If the layout cannot beat the step time `beat_s`, return only its bound. `carried` is the placement of another
-    layout, which is priced instead of start placements.
+    If the layout cannot beat the step time `beat_s`, return only the layout's bound. `carried` is the placement of
+    another layout, which is priced instead of start placements.
     """
     layout = one.layout
     bound_s = max(inputs.predictor.bound_s(layout), one.least_s if math.isfinite(one.least_s) else 0.0)
@@ -234,7 +236,7 @@ def with_devices_exchanged(inputs: SearchInputs, one: Candidate, *, seed: int, i
 
 
 def placement_problem(inputs: SearchInputs, layout: Layout, bound_s: float) -> PlacementProblem:
-    """Return the problem of placing a layout on the allocation with the least step time."""
+    """Return the problem of finding a layout's placement with the least step time."""
     objective = inputs.predictor.placement_cost(layout)
     return PlacementProblem(
         layout=layout, cluster=inputs.cluster, objective=objective, bound_s=bound_s, blocks=inputs.blocks(layout)

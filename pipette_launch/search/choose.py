@@ -38,13 +38,13 @@ class Chosen:
     least_gain_s: float
     """Seconds that `best` had to save, compared with the user's own step."""
     passed_over: Candidate | None = None
-    """A candidate that lost in spite of a shorter predicted step: its gain is too small, or less was measured."""
+    """Fastest candidate that saves enough, if a simpler or more certain candidate was chosen instead."""
     passed_over_for_s: float = 0.0
-    """Seconds by which the step of `passed_over` is less certain than the step of the chosen candidate."""
+    """Seconds by which the possible error of `passed_over` exceeds the possible error of the chosen candidate."""
 
     @property
     def priced_layout(self) -> Layout:
-        """Layout whose predicted step time the chosen plan has."""
+        """Layout that was priced for the chosen plan: `own_basis` if the user's own layout is kept without a price."""
         return self.own_basis if self.keeps_own and self.own_basis is not None else self.choice.layout
 
 
@@ -54,10 +54,10 @@ def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: flo
     If the user's own configuration does not fit, choose the fastest candidate.
 
     The gain must reach each of four amounts: the margin, the usual error between predictions for different degrees, the
-    scatter of the measurements, and the possible error of times that were measured at other sizes. With margin 0 every
-    gain counts. Among equally fast layouts, the simplest wins: fewest kinds of parallelism, then nearest to the user's
-    own layout. Among equally fast placements, torchrun's order wins. `margin` is the share of the user's own step that
-    another plan must save.
+    scatter of the measurements, and the possible error of times that were measured at other sizes. With margin 0, every
+    gain is enough. Among equally fast layouts, the simplest wins: fewest kinds of parallelism, then nearest to the
+    user's own layout. Among equally fast placements, torchrun's order wins. `margin` is the share of the user's own
+    step that another plan must save.
     """
     own, basis = _own_choice(inputs, candidates)
     ranking = sorted(candidates, key=lambda one: (one.placed.cost_s, doublings_apart(one.layout, own.layout)))
@@ -70,7 +70,7 @@ def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: flo
     best = winner or ranking[0]
     rest = [one for one in ranking if not (winner and one.layout == winner.layout) and not _is_own(one, own)]
     if own_runs and winner:
-        # A job tries the user's own configuration last, so alternatives that are slower than that one are useless.
+        # A job tries the user's own configuration last, so slower alternatives would never run.
         rest = [one for one in rest if one.placed.cost_s < own.step_time_s]
     return Chosen(
         choice=_to_choice(inputs, winner) if winner else own,
@@ -88,7 +88,7 @@ def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: flo
 def _simplest(
     inputs: SearchInputs, judge: _Judge, fastest: Candidate, ranking: Sequence[Candidate], own: Choice
 ) -> Candidate | None:
-    """Return the simplest of the equally fast candidates, in torchrun's order if that is equally fast.
+    """Return the simplest of the equally fast candidates, in torchrun's rank order if this order is equally fast.
 
     Returns None if the possible errors of times that were measured at other sizes exceed every gain.
     """
@@ -127,7 +127,7 @@ class _Judge:
         """Return whether a candidate saves enough, without the error of times that were measured at other sizes."""
         if self._own is None:
             return True
-        # Check the margin first, because the effect of scatter needs a whole prediction.
+        # Check the margin first, because the scatter of the measurements needs a whole prediction.
         saved_s = self._own.step_time_s - one.placed.cost_s
         return saved_s >= self._margin * self._own.step_time_s and saved_s >= self._scattered_s(one)
 
@@ -176,7 +176,7 @@ class _Judge:
 
 
 def _in_order(inputs: SearchInputs, one: Candidate, order: Placement) -> Candidate | None:
-    """Return a candidate in torchrun's order; None if this order is used, not allowed, or clearly slower."""
+    """Return the candidate with torchrun's rank order; None if already used, not allowed, or clearly slower."""
     if one.placed.placement == order or one.host_order_s > (1 + EQUAL) * one.placed.cost_s:
         return None
     if not Slots.of(inputs.cluster, inputs.blocks(one.layout)).allows(order):
@@ -185,7 +185,7 @@ def _in_order(inputs: SearchInputs, one: Candidate, order: Placement) -> Candida
 
 
 def num_axes(layout: Layout) -> int:
-    """Count the features of a layout beyond plain data parallelism."""
+    """Count the kinds of parallelism and options that a layout uses beyond plain data parallelism."""
     degrees = (layout.tp, layout.pp, layout.cp, layout.ep, layout.vpp)
     others = (layout.layers_per_chunk, layout.microbatch_group_size, layout.use_tp_pp_dp_mapping)
     return sum(degree > 1 for degree in degrees) + sum(map(bool, others)) + (layout.recompute != NO_RECOMPUTE)

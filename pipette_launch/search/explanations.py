@@ -39,7 +39,7 @@ PART_NAMES = {
 DRIVERS_SHARE = 0.03
 """A GPU counts as free if at most this share of its memory is in use."""
 MOST_HOSTS_MORE = 8
-"""A proposed larger allocation has at most this number times the present number of hosts."""
+"""If no layout fits, the error proposes more hosts: at most this multiple of the present number."""
 MEASURE_BOTH = "--pipette-trials would measure both"
 _ROUNDING = 1e-9
 _PRINTS_AS_ZERO = 0.0005
@@ -56,7 +56,7 @@ def reasons(inputs: SearchInputs, chosen: Chosen, *, floor_s: float, margin: flo
 
 
 def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
-    """Name doubtful measurements, assumptions, pins, and effects that are not modelled."""
+    """Name doubtful measurements, assumptions, pinned fields, and effects that are not modelled."""
     found = [*inputs.job.notes, *inputs.measurements.notes, *inputs.predictor.notes(chosen.priced_layout)]
     own = chosen.own
     if inputs.own_fault is not None and not inputs.job.own_refusal:
@@ -82,7 +82,7 @@ def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
     layouts = [chosen.choice.layout] if own.fits else [chosen.choice.layout, own.layout]
     found += next(filter(None, (mask_notes(inputs.job, layout) for layout in layouts)), ())
     if inputs.cluster.device_kind == "cuda" and has_expandable_segments(inputs.job):
-        # State the reserve, because expandable segments are not the default of PyTorch's allocator.
+        # State the allocator's reserve, which was estimated for expandable segments instead of PyTorch's default.
         reserve = measured_overhead(inputs.job, chosen.choice.layout, inputs.measurements).reserve
         found.append(f"The allocator's reserve: {reserve.value:g} x what it allocates, {reserve.source}.")
     found += uncounted(inputs.job)
@@ -281,7 +281,7 @@ def _nothing_legal(inputs: SearchInputs, is_late: IsLate) -> PlanError:
     if job.own_refusal:
         broken = f"; the user's own configuration is refused: {job.own_refusal}"
     ways = [*_released(inputs, must_fit=False, is_late=is_late)]
-    # Propose the largest smaller number of hosts that has a legal layout.
+    # Propose fewer hosts: the largest number of hosts that has a legal layout.
     for hosts in range(len(cluster.hosts) - 1, 0, -1):
         ranks = hosts * cluster.devices_per_host
         if len(_legal(job, inputs, ranks)):

@@ -32,7 +32,7 @@ CLOSE = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FallbackNeeds:
-    """Number of hosts that may be lost, and the rules for plans on the remaining hosts."""
+    """Number of lost hosts to plan for, and the rules for plans on the remaining hosts."""
 
     tolerate: int
     least_hosts: int
@@ -52,9 +52,10 @@ class FallbackNeeds:
 def rough_step(num_devices: int, *, devices_per_host: int, samples: int, layers: int, least_devices: int) -> float:
     """Estimate the relative step time on `num_devices` devices; infinite if the model has fewer layers than stages.
 
-    The number of replicas divides the batch. If devices and batch have few common factors, pipelines are deep. Deep
-    pipelines wait while they fill, and their stage with most layers is the slowest. TP is the largest common divisor of
-    a host's devices and a replica's devices. A replica fits in memory on at least `least_devices` devices.
+    The estimate uses only numbers of replicas that divide the batch. If devices and batch have few common factors,
+    pipelines are deep. Deep pipelines wait while they fill, and their stage with most layers is the slowest. TP is
+    taken as the largest common divisor of a host's devices and a replica's devices. A replica needs the memory of at
+    least `least_devices` devices.
     """
     most_replicas = math.gcd(num_devices, samples)
     best = math.inf
@@ -275,7 +276,7 @@ class _Maker:
         return ""
 
     def _with_same_sizes(self, size: int, job: Job, before: Layout, kept: Continuation, ends_s: float) -> Plan | None:
-        """Return the best plan that keeps TP and PP, to load checkpoints faster; None if there is no choice."""
+        """Return the best plan that keeps TP and PP, to load checkpoints faster; None if every plan or no plan does."""
         if {"tp", "pp"} <= set(kept.kept):
             return None
         try:

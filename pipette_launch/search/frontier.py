@@ -39,7 +39,8 @@ _DEGREES = ("tp", "pp", "cp", "ep")
 
 
 _Ready: TypeAlias = tuple[float, int, Layout]
-"""(lower bound in seconds, position in the order of finding, layout). Heaps compare tuples much faster than objects."""
+"""Entry of a heap: (lower bound in seconds, position in the order of finding, layout). Heaps compare tuples much faster
+than objects."""
 
 
 class Frontier:
@@ -68,7 +69,7 @@ class Frontier:
         self._num_ready = 0
         self._fitting: dict[Layout, list[Recompute]] = {}
         self.outdone: set[Layout] = set()
-        """Fitting layouts that are useless, because a layout that differs only by less recompute fits too."""
+        """Layouts that fit but are useless, because a layout that differs only by less recompute fits too."""
         self._quick: list[Layout] = []
         self._lean: list[Layout] = []
         self._limits: dict[tuple[int, int], int] = {}
@@ -147,7 +148,7 @@ class Frontier:
             is_lean_M = np.ones(len(place_M), dtype=bool)
             for name in FLAG_WORDS:
                 is_lean_M &= getattr(columns, name) == getattr(lean, name)[place_M]
-            # Recompute of any kind may be what lets a layout fit.
+            # Check all kinds of recompute, because a layout may fit only with one of them.
             if self._fits_N(columns.take(np.flatnonzero(is_lean_M))).any():
                 return True
         self.dropped[OVER_MEMORY] += len(self._base.variants(self._order_N)[0]) if len(self._order_N) else 0
@@ -177,7 +178,7 @@ class Frontier:
         ]
 
     def _could_fit_N(self, rows: Ints) -> NDArray[np.bool_]:
-        """Return whether base layouts fit without activations. If not, their variants count as over the limit.
+        """Return whether base layouts fit without activations; variants of the others count as over the limit.
 
         No variant needs less memory than the leanest variant without activations. If memory is short, most base layouts
         fail this check, which costs less than listing and bounding their variants.
@@ -192,7 +193,8 @@ class Frontier:
         """Bound base layouts by their fastest flags without recompute, which only adds time."""
         least_N = np.full(len(rows), np.inf)
         place_M, columns = self._base.variants(rows)
-        # Overlapped reductions never raise a bound. So of two variants that differ only in this flag, one is enough.
+        # Overlapped reductions never raise a bound. So the bound of one variant also holds for the variant that differs
+        # only in this flag.
         order = np.argsort(-columns.overlap_grad_reduce, kind="stable")
         others = [getattr(columns, name) for name in FLAG_WORDS if name != "overlap_grad_reduce"]
         first = order[np.unique(codes_of([place_M, *others])[order], return_index=True)[1]]

@@ -73,11 +73,12 @@ def stage_seconds(seconds: LayerSeconds, chunks: Sequence[int], pp: int) -> tupl
 def balanced_chunks(seconds: LayerSeconds, *, pp: int, vpp: int) -> tuple[int, ...]:
     """Split the layers so that the slowest stage is as fast as possible; of equally fast splits, take the least memory.
 
-    The memory of a stage is its number of layers times the number of micro-batches that it holds at once. The stage
-    with most memory counts. Later stages hold fewer micro-batches, so they take more layers if no time is lost. Without
-    interleaving, the split is optimal. With interleaving, the time is optimal if all layers are equal. Unequal layers
-    are split into chunks of nearly equal time, and single layers then move between neighbouring chunks. The result has
-    the layers of each of the `pp * vpp` chunks in model order; some chunks may be empty.
+    The memory of a stage is its number of layers times the number of micro-batches that it holds at once. The memory of
+    a split is the memory of its fullest stage. Later stages hold fewer micro-batches, so they take more layers if no
+    time is lost. Without interleaving (one chunk per rank), the split is optimal. With interleaving, the time is
+    optimal if all layers are equal. Unequal layers are split into chunks of nearly equal time, and single layers then
+    move between neighbouring chunks. The result has the layers of each of the `pp * vpp` chunks in model order; some
+    chunks may be empty.
     """
     if len(set(seconds.layers_s)) > 1 and vpp > 1:
         return _improved(seconds, [*_contiguous(seconds, (1,) * (pp * vpp))], pp)
@@ -96,7 +97,7 @@ def balanced_chunks(seconds: LayerSeconds, *, pp: int, vpp: int) -> tuple[int, .
 
 @lru_cache(maxsize=1 << 12)
 def _contiguous(seconds: LayerSeconds, weights: tuple[int, ...]) -> tuple[int, ...]:
-    """Split the layers into runs: first the least time of the slowest run counts, then the least layers x weight."""
+    """Split the layers into runs: minimize the slowest run's time, then the largest number of layers x weight."""
     sums_s = (0.0, *accumulate(seconds.layers_s))
     limit_s = _least_limit_s(seconds, len(weights)) * (1 + SLACK)
     few, many = 0, max(weights) * len(seconds.layers_s)
@@ -114,7 +115,7 @@ def _least_limit_s(seconds: LayerSeconds, num_runs: int) -> float:
     """Return the least possible seconds of the slowest of `num_runs` runs."""
     sums_s = (0.0, *accumulate(seconds.layers_s))
     low_s = (sums_s[-1] + seconds.first_s + seconds.last_s) / num_runs
-    # A split within this limit exists: the mean run or the longer end, plus one layer and both ends.
+    # Upper limit that some split meets: the mean run or the longer end, plus the longest layer and both ends.
     high_s = max(low_s, seconds.first_s, seconds.last_s) + max(seconds.layers_s) + seconds.first_s + seconds.last_s
     most = [len(seconds.layers_s)] * num_runs
     for _ in range(_HALVINGS):
@@ -174,7 +175,7 @@ BLOCK_STEPS = 8
 
 
 def values(job: Job, field: str, options: tuple[T, ...]) -> tuple[T, ...]:
-    """Return the options of a field, or only the user's own value if it is pinned."""
+    """Return the options of a field, or only the user's own value if the field is pinned."""
     return (getattr(job.own, field),) if field in job.pinned else options
 
 
@@ -313,10 +314,10 @@ def cheap_modules(job: Job) -> Iterator[str]:
     model = job.model
     has_engine = model.transformer_impl == "transformer_engine"
     if has_engine and (model.num_experts or model.latent_attention):
-        # In other models Transformer Engine computes the norms inside the matrix products.
+        # In dense models with ordinary attention, Transformer Engine fuses norms with matrix products.
         yield "layernorm"
     if model.transformer_impl == "local" or model.attention_backend in ("unfused", "local"):
-        # Only these implementations store score matrices. Flash and cuDNN attention do not.
+        # The local and the unfused attention store score matrices. Flash and cuDNN attention do not.
         yield "core_attn"
     if has_engine and model.num_experts and performance_options(job).moe_grouped_gemm:
         yield "moe_act"

@@ -76,7 +76,7 @@ class SharedLists(Generic[K]):
         return np.array([rows[0] if rows else (0,) * self._width for rows in self._rows], dtype=np.int64)
 
     def rows(self, place: int) -> list[tuple[int, ...]]:
-        """Return the list with the index `place`."""
+        """Return the rows of the list with the index `place`."""
         return self._rows[place]
 
     def dropped(self, place_D: Ints) -> Counter[str]:
@@ -109,9 +109,9 @@ class _Depth(NamedTuple):
     """Fields that decide the legal kinds of recompute."""
 
     layers: frozenset[int]
-    """Numbers of layers that chunks have, without repetition."""
+    """Distinct numbers of layers per chunk."""
     tp: int
-    """1 without tensor parallelism, 2 for any larger TP."""
+    """1 without tensor parallelism, else 2, because the legal kinds of recompute do not depend on the degree."""
 
 
 _Pair: TypeAlias = tuple[tuple[_Flags, ...], _Depth]
@@ -166,7 +166,7 @@ class MemoryOptionTables:
         )
         flag_G = self._flags.places(key_G)
         flags_G = [tuple(self._flags.rows(place)) for place in flag_G.tolist()]
-        # An even split is stored without numbers of layers, so these follow from pp and vpp.
+        # An even split is stored without numbers of layers per chunk, so compute the number from pp and vpp.
         even = self._rules.job.model.num_layers // (columns.pp * columns.vpp)
         has_tp = np.minimum(columns.tp, 2)
         is_even = np.array([not layers for layers in columns.cuts])[columns.layers_per_chunk]
@@ -224,7 +224,7 @@ class MemoryOptionTables:
 
 
 def drops(faults: Broken, dropped: Counter[str]) -> bool:
-    """Count the first broken rule by its reason; return whether any rule is broken."""
+    """Count a refused combination under the first rule that it breaks; return whether it breaks a rule."""
     broken = next(faults, None)
     if broken:
         dropped[broken.reason] += 1
@@ -239,12 +239,12 @@ FEWEST_TOKENS = 512
 """If base layouts are set aside, each context-parallel rank must keep at least this number of tokens."""
 _REST = ("vpp", "microbatch_group_size", "layers_per_chunk", "chunks_after_mtp", "micro_batch_size")
 _Split: TypeAlias = tuple[int, int, int]
-"""(virtual stages, index in the list of layers per chunk, chunks after multi-token prediction)."""
+"""Layer split: (virtual stages, index in the list of layers per chunk, chunks after multi-token prediction)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseLayouts:
-    """Legal base layouts as columns, each with its first memory options. Layouts with TP inside a host come first."""
+    """Legal base layouts as columns of fields, with their first memory options. TP inside a host comes first."""
 
     tables: MemoryOptionTables
     columns: LayoutColumns
@@ -261,7 +261,7 @@ class BaseLayouts:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """First variant of every base layout. Building a layout takes some microseconds."""
+        """First variant of every base layout. Each access builds all `Layout` objects, in some microseconds each."""
         return tuple(self.columns.layout(row) for row in range(len(self)))
 
     def variants(self, rows: Ints) -> tuple[Ints, LayoutColumns]:
@@ -348,8 +348,8 @@ def compute_cases(own: Layout, found: LayoutColumns) -> tuple[ComputeCase, ...]:
 
     A compute case is a set of field values that decides compute times. The case of the user's own layout comes first,
     because every plan is compared with it. The other cases follow by distance, counted in doublings of TP, CP and
-    micro-batch, from TP 1, CP 1 and micro-batches of 2. There, jobs that fit in memory run best. If two cases are
-    equally far, the case of more layouts comes first.
+    micro-batch, from TP 1, CP 1 and micro-batches of 2. Jobs that fit in memory with these sizes usually run fastest.
+    If two cases are equally far, the case of more layouts comes first.
     """
     groups = found.groups("tp", "cp", "micro_batch_size")
     sizes = np.bincount(groups.group_N, minlength=len(groups.first_U)).tolist()
@@ -414,7 +414,7 @@ class _ChunksAndBatches:
     def __init__(self, rules: Rules, table: ComputeTable | None) -> None:
         self.layers: dict[tuple[int, ...], int] = {(): 0}
         self.lists: SharedLists[tuple[int, int, tuple[_Split, ...]]] = SharedLists(self._rows, width=len(_REST))
-        """Rows with the fields `_REST`. The layers per chunk are given as an index into `layers`."""
+        """Lists of rows with the fields `_REST`. A row stores layers per chunk as an index into `layers`."""
         self._rules = rules
         self._table = table
         self._seconds_of = cache(self._new_seconds)

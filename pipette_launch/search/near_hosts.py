@@ -17,7 +17,8 @@ from pipette_launch.facts.layout import Floats, Ints
 TYPICAL_MESSAGE_BYTES = 4 << 20
 """Message size that defines the distance of two hosts; latency and bandwidth both matter at this size."""
 LEAST_RATIO = 1.12
-"""A tier ends if the next link between groups takes this many times as long. Noise of 8 % in a rack stays below."""
+"""A tier ends if the next link between groups takes this many times as long. Noise of 8 % on the links of a rack does
+not end a tier."""
 MOST_TIERS = 4
 REACH = 0.25
 """The typical distance of a host (`reach_H`) is this quantile of its distances to all hosts."""
@@ -43,8 +44,8 @@ class Tiers:
 
     Hosts of a small rack beside a large rack count as slow too, because most hosts are far from the small rack."""
     group_LH: Ints
-    """Group of each host in each tier, finest tier first, numbered from 0 along `order_H`. No tier = all links
-    alike."""
+    """Group of each host in each tier, finest tier first, numbered from 0 along `order_H`. Without rows (no tier), all
+    links are alike."""
 
     @property
     def num_tiers(self) -> int:
@@ -67,7 +68,7 @@ def tiers_of(links: Links) -> Tiers:
     distance_HH = distances_s(links)
     joints = spanning_tree(_without_bad_hosts(distance_HH))
     lengths = np.array([seconds for seconds, _, _ in joints])
-    # The joining links are sorted by length. For the widest gaps between lengths: number of links before the gap.
+    # The joining links are sorted by length. `gaps` has the number of links before each of the widest gaps in length.
     ratios = lengths[1:] / np.maximum(lengths[:-1], _TINY)
     widest = np.argsort(-ratios, kind="stable")[:_MOST_GAPS]
     gaps = [int(index) + 1 for index in widest if ratios[index] >= LEAST_RATIO]
@@ -103,7 +104,7 @@ def nearest(links: Links, count: int) -> Ints:
 def _without_bad_hosts(distance_HH: Floats) -> Floats:
     """Divide the distances of each host by the factor by which it is slower to near hosts and to far hosts alike.
 
-    A host alone in its rack is far from its nearest host but not from its farthest, so its factor is 1.
+    A host alone in its rack is far from its nearest host, but not slow to far hosts, so its factor is 1.
     """
     size = len(distance_HH)
     if size < 3:

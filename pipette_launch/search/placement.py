@@ -28,7 +28,8 @@ from pipette_launch.search.step_model import linearise
 
 ROUNDS = 4
 FEW_STARTS = 6
-"""Number of start placements that are priced first. On 512 GPUs the best of 6 was 0.1 % slower than the best of all."""
+"""Number of start placements that are priced first. On 512 GPUs, the best of 6 start placements was 0.1 % slower than
+the best of all start placements."""
 MANY_STARTS = 24
 """Number of start placements that the first round prices."""
 FEW_SLOTS = 32
@@ -108,13 +109,14 @@ def _start(problem: PlacementProblem, best: Placed, turn: int, rng: random.Rando
     return problem.best_of(starts_KW[chosen : chosen + 1])
 
 
-# Order of devices inside hosts: all hosts use the same order. It changes only if the new order alone saves enough.
+# Order of devices inside hosts: all hosts use the same order. The order changes only if the new order alone saves
+# enough.
 
 LEAST_GAIN = 0.02
 """Share of the step that another order of devices must save against the order of their numbers, on the same hosts."""
 UNEVEN = 1.25
-"""Links inside a host count as different if the slowest takes this many times as long as the fastest. With noise of
-3 %, the factor between the 28 links of eight devices stays below 1.2 on each of 64 hosts."""
+"""Links inside a host count as different if the slowest takes this many times as long as the fastest. If link times
+have 3 % noise, the slowest of the 28 links of a host takes less than 1.2 times as long as the fastest."""
 ALL_ORDERS = 4
 SWEEPS = 8
 
@@ -191,7 +193,8 @@ def _likely_orders(within_host: tuple[Links, ...]) -> Ints:
 AT_ONCE = 720 * 6**2
 """If placements * slots^2 is at most this number (that of six slots), pricing all of them costs less than annealing."""
 EXACT = 10_080
-"""If the best layout has at most this number of placements, all are priced. Most layouts on eight slots have fewer."""
+"""If the best layout has at most this number of placements, all are priced. Most layouts on eight slots have fewer
+placements."""
 EXACT_QUANTUM = 128
 
 
@@ -219,7 +222,7 @@ def num_placements(layout: Layout, slots: Slots) -> int:
     """Count the placements with devices in the order of their numbers; placements with rotated rings count once."""
     hosts, devices = slots.num_hosts, slots.devices_per_host
     if slots.num_slots > 64:
-        # The exact number takes long to compute and is far above every limit.
+        # The exact number of placements takes long to compute and is far above every limit.
         return EXACT * EXACT
     allowed = math.factorial(slots.num_slots) // math.prod([math.factorial(devices)] * hosts)
     if slots.keeps_residues:
@@ -231,9 +234,9 @@ def placements(layout: Layout, slots: Slots) -> Iterator[Placement]:
     """Yield every allowed placement with devices in the order of their numbers, except those that only rotate rings.
 
     If all data-parallel or all tensor-parallel indices grow by one, every group keeps its ranks and the order of its
-    ring. Therefore slot 0 gets data-parallel index 0 and tensor-parallel index 0. Rotation is not used in two cases.
-    Expert groups are parts of the data-parallel index, so rotation changes these groups. If hosts have several devices,
-    rotation may break the rule that the ranks of a host differ modulo its number of devices.
+    ring. Therefore only placements with data-parallel and tensor-parallel index 0 on slot 0 are yielded. With expert
+    parallelism all placements are yielded, because rotation changes the expert groups. With several devices per host
+    all placements are yielded too, because rotated ranks of a host may not differ modulo its number of devices.
     """
     cells = [layout.cell_of(rank) for rank in range(slots.num_slots)]
     first = [rank for rank, cell in enumerate(cells) if not _is_cyclic(layout, slots) or cell.dp == cell.tp == 0]
@@ -263,12 +266,14 @@ def _is_cyclic(layout: Layout, slots: Slots) -> bool:
 # Simulated annealing: the swap, migration and reversal moves of Pipette, for whole hosts or single ranks.
 
 WIDTH = 32
-"""Number of neighbour placements that each annealing step prices together. Pricing 32 costs little more than one."""
+"""Number of neighbour placements that each annealing step prices together. Pricing 32 placements takes little longer
+than one."""
 PATIENCE = 12
 """Number of annealing steps without a new best placement after which annealing ends."""
 START_TEMPERATURE, END_TEMPERATURE = 0.01, 0.001
-"""Temperatures as a share of the possible gain, so that the same values suit steps of 10 ms and of 10 s. The annealer
-of Pipette ignores the size of a change, so a loss of 0.1 % is as likely to be accepted as a loss of 100 %."""
+"""First and last temperature of the annealing, as a share of the possible gain, so that both suit steps of 10 ms and of
+10 s. The annealer of Pipette ignores the size of a change, so a loss of 0.1 % is as likely to be accepted as a loss of
+100 %."""
 
 
 def annealed(problem: PlacementProblem, start: Placed, *, steps: int, rng: random.Random, is_late: IsLate) -> Placed:
@@ -365,7 +370,7 @@ FEW_DOMAINS = 4
 """Largest number of NVLink domains, if hosts must not leave them, for which all orders (24 of four) are priced."""
 MANY_HOSTS = 64
 DESCENTS = 3
-"""Number of descents with different random numbers, up to `MANY_HOSTS` hosts. More hosts get one descent."""
+"""Number of descents with different random numbers, up to `MANY_HOSTS` hosts. On more hosts, only one descent runs."""
 DESCENT_STEPS = 50
 TURNS = 3
 """Largest number of linear models, each made at the best placement so far."""
@@ -380,8 +385,8 @@ def rearranged(
 ) -> Placed:
     """Exchange the ranks of whole hosts; return the best placement found, or the start.
 
-    If there are few hosts, all orders are priced. If there are more, the work is bounded: some milliseconds for ten
-    hosts, about a second for a thousand.
+    On few hosts, all orders of the hosts are priced. On more hosts, the search takes some milliseconds for ten hosts,
+    and about a second for a thousand hosts.
     """
     best, slots = start, problem.slots
     num_hosts = slots.num_hosts

@@ -1,8 +1,8 @@
 """A lower bound of the step time of one layout over all its placements, from the measured links and slots.
 
-The bound is a proof by cases. A trial is an imagined step whose prices are lower bounds. An argument is a set of trials
-of which every placement is at least as slow as one. All trials of a layout are priced together. A place is a host, or a
-device if there is only one host.
+The bound is a proof by cases. A trial is an imagined step whose prices are lower bounds. An argument is a set of
+trials: every placement is at least as slow as the fastest trial of the set. All trials of a layout are priced together.
+A place is a host, or a device if there is only one host.
 """
 
 # H = places (hosts, or the devices of a single host), K = trials, P = pipeline ranks, S = stages (model chunks).
@@ -25,11 +25,11 @@ from pipette_launch.search import ring_bounds
 from pipette_launch.text import rate_text
 
 _ACTIONS_AT_ONCE = 1 << 22
-"""One call simulates trials with at most this number of passes, which take some tens of MB."""
+"""One call simulates trials with at most this number of passes, which need some tens of MB of memory."""
 
 
 def copies(trial: Prices, count: int) -> Prices:
-    """Return the prices of one trial `count` times, in arrays with one column for each copy."""
+    """Copy the prices of one trial `count` times, into arrays with one column for each copy."""
     return _each_array(lambda *arrays: np.repeat(arrays[0], count, axis=-1), trial)
 
 
@@ -87,7 +87,7 @@ class BoundArguments:
     unit: int
 
     def all(self) -> Iterator[BoundArgument]:
-        """Yield the arguments. Of equal bounds, the plan names the first, so the easiest to understand come first."""
+        """Yield the arguments. If several give the same bound, the plan names the first, so easy ones come first."""
         yield BoundArgument(BEST_LINKS, self.best)
         if len(self.places) > 1:
             yield from self._of_places()
@@ -282,8 +282,8 @@ class BoundArguments:
     def _with_parts(self, part_H: Ints, longest: int) -> Iterator[Prices]:
         """Yield trials in which all pipelines cross to another set of places (`part_H`) after the same stages.
 
-        In some trials, the tied embedding is reduced between two sets. In the others, the first and the last stage lie
-        in one set. A set holds at most `longest` consecutive stages of each pipeline.
+        In some trials, the tied embedding is reduced between two sets. In the other trials, the first and the last
+        stage lie in one set. A set holds at most `longest` consecutive stages of each pipeline.
         """
         hop_s = ring_bounds.cheapest_between(self._hops[0], part_H)
         back = ring_bounds.returning_splits(self._pp, longest, most=_SPLITS)
@@ -426,7 +426,8 @@ def blocks(layout: Layout, devices: int) -> list[BlockCase]:
     found = []
     unit = 1
     for size, names in kinds:
-        # Ranks that share experts are whole groups of the other kinds. So they span places if such a group does.
+        # The ranks that share experts consist of whole groups of the other kinds. If one of these groups spans several
+        # places, the ranks that share experts do so too.
         breaks = (names, shared) if names != shared and kinds[-1][1] == shared and experts % size == 0 else (names,)
         found.append(BlockCase(unit=unit, breaks=breaks))
         if devices % math.lcm(unit, size):

@@ -95,7 +95,8 @@ def ring_thresholds(
 def partitions(cost_HH: Floats, *, most: int) -> list[tuple[Ints, float]]:
     """Return ways to divide the hosts into parts: part of each host, and cost of the cheapest link between parts.
 
-    First each host is a part. The other ways join hosts by their cheap links, up to a large step in link costs.
+    In the first way, each host is a part of its own. Every other way joins hosts by all links below a large step in the
+    sorted link costs.
     """
     tree = spanning_tree(cost_HH)
     costs = [cost for cost, _, _ in tree]
@@ -118,7 +119,7 @@ def pipeline_splits(stages: int, longest: int, *, most: int) -> list[tuple[int, 
     """Return sets of messages, if one part of the hosts holds at most `longest` consecutive stages of a pipeline.
 
     Message h leads from stage h to stage h + 1. Every pipeline sends all messages of at least one set between parts. If
-    there are more than `most` minimal sets, smaller sets replace these.
+    there are more than `most` minimal sets, all sets with a smaller number of messages are returned instead.
     """
     smallest = list(itertools.islice(_minimal_splits(stages, longest), most + 1))
     if len(smallest) <= most:
@@ -299,8 +300,9 @@ class Tour:
     def seconds(self, kind: Collective, size_bytes: float, slowest_s: float) -> float:
         """Return the least seconds of a collective over a link on which the largest collective takes `slowest_s`.
 
-        The link's latency is not known. The largest latency gives the least time per byte. A collective that runs
-        around the ring the other way uses other links, so only the best of all links bounds this collective.
+        The link's latency is not known, so the bound assumes the largest latency, which leaves the least time per byte.
+        A collective that runs around the ring the other way uses other links, so only the best of all links bounds this
+        collective.
         """
         fabric = self.places.model.fabric
         if fabric.ring_shift(kind) != fabric.ring_shift(self.kind):

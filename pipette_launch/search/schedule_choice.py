@@ -34,9 +34,9 @@ of the activations of 1F1B, and interleaved 1F1B keeps 1.5 times those of 1F1B."
 GAIN = 0.02
 """A schedule that Megatron lacks must save this share of the step to replace Megatron's own schedule."""
 OF_ATTENTION = Recompute(granularity="selective")
-"""Recompute of attention scores. Weight-gradient passes do not need these scores."""
+"""Recompute of attention scores, assumed for the bytes kept for weight-gradient passes, which need no scores."""
 MOST_LAYOUTS = 4
-"""At most this number of layouts that fit under Megatron's own schedules is tried, and of layouts that do not fit."""
+"""Largest number of layouts tried among those that fit under Megatron's own schedules, and again among the others."""
 _ONLY_STOCK = (
     "overlap_moe_expert_parallel_comm",
     "enable_cuda_graph",
@@ -130,10 +130,10 @@ def best_scheduled(
         inputs: job and machines, for which `unsupported` is empty.
         candidates: layouts priced under Megatron's own schedules.
         over_the_limit: layouts that do not fit under Megatron's own schedules, but may fit under others.
-        chosen: the best choice under Megatron's own schedules.
+        chosen: best choice under Megatron's own schedules, which another schedule must beat.
         names: names of schedules, from `facts.known_schedules.EXECUTABLE`.
         seed: seed of all random numbers.
-        is_late: ends the search.
+        is_late: function that returns true when the search must end.
 
     """
     pipelined = [one for one in sorted(candidates, key=lambda one: one.placed.cost_s) if one.layout.pp > 1]
@@ -207,7 +207,7 @@ def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], i
                 held_S=kept_bytes if known.by_times or known.refills else None,
             )
         except (LayoutError, FactError):
-            # The schedule does not suit these numbers: for example, the micro-batches do not fill whole groups.
+            # The schedule does not suit the layout: for example, the micro-batches do not fill whole groups.
             continue
         live_bytes = peak_live_bytes(schedule, kept_bytes, waiting_bytes)
         peaks = memory.peaks(schedule.placement, live_bytes)

@@ -22,7 +22,7 @@ from pipette_launch.search.near_hosts import Tiers, tiers_of
 
 Placement = tuple[int, ...]
 IsLate = Callable[[], bool]
-"""Returns true once the time is up."""
+"""Function that returns true once the search must end."""
 
 
 class Objective(Protocol):

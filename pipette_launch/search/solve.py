@@ -36,14 +36,16 @@ from pipette_launch.search.slots import IsLate, Placement, Slots
 FIRST_BATCH = 6
 """Number of layouts that are priced before placements are improved. Each later batch is 1.5 times larger."""
 FIRST_BATCH_MANY = 48
-"""Layouts in the first batch on many slots. There, improving a placement takes 40 times longer than pricing."""
+"""Number of layouts in the first batch on many slots, where improving a placement takes 40 times longer than
+pricing."""
 MOST_AT_ONCE = 64
 WHILE_PRICING = 1
 """Number of layouts whose placements are improved after each batch."""
 AFTER_PRICING = ((1024, (4, 2, 1)), (math.inf, (2, 1, 1)))
-"""(max slots, layouts improved per round) after pricing. Large clusters improve fewer, because a round is slow."""
+"""(most slots, numbers of layouts whose placements the rounds after pricing improve). On more slots a round is slow."""
 ALIKE = 2
-"""In one round, at most this number of layouts with equal degrees is placed. Good placements suit all of them."""
+"""In one round, at most this number of layouts with equal degrees is placed. Good placements of one also suit the
+others."""
 ANNEALED, ANNEALED_NEAR, ANNEALED_FOR = 3, 0.05, 0.01
 """On `ANNEALED_SLOTS` slots, single ranks of at most `ANNEALED` layouts change hosts after all rounds. The step of
 these layouts is within 5 % of the best step, and their bound is at least 1 % below the best step."""
@@ -52,8 +54,8 @@ RUNNERS_UP = 3
 IN_VAIN = 0.15
 """On many slots, layouts of equal degrees are priced by rising bound, until consecutive layouts promise longer steps
 than the best step. Pricing stops once the seconds beyond the best step sum up to this share of the best step. A layout
-that promises no longer step sets the sum to 0. All layouts with the user's own degrees are priced, because their
-predictions are the most certain."""
+that promises a step no longer than the best step sets the sum to 0. All layouts with the user's own degrees are priced,
+because their predictions are the most certain."""
 DEGREES = attrgetter("tp", "pp", "cp", "ep", "etp")
 RAISED = 40
 """Number of layouts with the lowest bounds whose bounds are sharpened at the end, at most."""
@@ -77,7 +79,7 @@ class SearchLoop:
     """A search in progress: priced layouts with their best placements."""
 
     def __init__(self, inputs: SearchInputs, frontier: Frontier, *, seed: int, is_late: IsLate) -> None:
-        """Begin without priced layouts; `seed` decides all random numbers, `is_late` ends the search."""
+        """Begin without priced layouts; `seed` decides random numbers, and `is_late` returns true at the deadline."""
         self._inputs, self._frontier, self._seed, self._is_late = inputs, frontier, seed, is_late
         self._pool: dict[Layout, Candidate] = {}
         self._beaten: dict[Layout, Promising] = {}
@@ -201,7 +203,7 @@ class SearchLoop:
         return found
 
     def _sharpened(self, one: Candidate) -> Candidate:
-        """Raise the bound of a layout once, by the links that it must use. A round of placing takes longer."""
+        """Raise the bound of a layout once, by the links that it must use. Pricing placements takes longer."""
         if not one.bound_reason:
             bound = placement_bound_s(self._inputs.predictor.placement_cost(one.layout))
             one = replace(one, bound_s=max(bound.seconds, one.bound_s), bound_reason=bound.words)

@@ -35,16 +35,18 @@ CLOSE = 1e-3
 SLOW_PIPELINES = 16
 """Number of slowest pipelines whose critical paths (tangents) the model contains."""
 MIXED_PIPELINES = 16
-"""Number of imagined pipelines with messages of several pipelines. The model contains their critical paths."""
+"""Number of imagined pipelines with messages of several pipelines. The model contains the critical paths of these
+imagined pipelines."""
 MIXING_STRIDE = 7
 MOST_TANGENTS = 8
 MOST_FLOWS = 10_000
 """Most flows (linear terms) of the model. If there are many pipelines, the model has fewer tangents."""
 MOST_MATRICES = 8
-"""Most message sizes with their own link matrix, up to `MANY_HOSTS` hosts. Other sizes use the nearest matrix."""
+"""Most message sizes with their own link matrix, up to `MANY_HOSTS` hosts. Other sizes use the matrix of the nearest
+size."""
 MANY_HOSTS = 256
 _STEP = 1e-3
-"""To find how the end of a step depends on the reductions, these are made longer by this share."""
+"""To find how the end of a step depends on the reductions, the reductions are made longer by this share."""
 
 
 class OnHosts(NamedTuple):
@@ -75,7 +77,7 @@ class View:
         self.prices = model.prices(placement)
         self.host_W = np.empty_like(placement)
         self.host_W[placement] = np.arange(len(placement)) // cluster.devices_per_host
-        # Pipeline rank of each rank.
+        # `stage_W` is the pipeline rank of each rank.
         self.stage_W = np.empty_like(placement)
         self.stage_W[model.groups.grid_PDCT] = np.arange(model.work.layout.pp)[:, None, None, None]
         # 1 / speed of the slowest slot of each host.
@@ -150,11 +152,11 @@ class Tangents:
     duration_BK: Floats
     hop_JK: Floats
     most_B: Floats
-    """Largest count of each pass over all paths that were found, including paths that were left out."""
+    """Largest number of times that any path contains each pass, including paths that were left out."""
 
 
 class Spread(NamedTuple):
-    """Range of the times of a pipeline over the hosts that it may lie on."""
+    """Range of the times of a pipeline over all hosts that its stages may lie on."""
 
     slowness: float
     """Slowness of the slowest host relative to the median host."""
@@ -171,8 +173,8 @@ def tangents_of(
         work: work of the layout.
         durations_BD: seconds of the passes of every pipeline.
         hops_JD: seconds of the messages between stages of every pipeline.
-        spread: range of the times.
-        most: maximum number of tangents; the first one always belongs to the slowest pipeline.
+        spread: range of a pipeline's times over the hosts.
+        most: maximum number of tangents; the first tangent always belongs to the slowest pipeline.
         known: tangents from other placements, which are candidates too.
 
     """
@@ -309,7 +311,7 @@ class _Rings:
     matrix_MHH: Floats
     """Seconds of a ring by the two hosts of its slowest link, in M versions for different message sizes."""
     matrix_P: Ints
-    """Index of the version for each pipeline rank."""
+    """Index of the version in `matrix_MHH` that each pipeline rank uses."""
     share_P: Floats
     """Factor for each pipeline rank, by which the seconds of its version are multiplied."""
 
@@ -331,7 +333,8 @@ class _Rings:
 def _rings(view: View, *, gathers: bool) -> Iterator[_Rings]:
     """Yield the rings of dense parameters and of expert parameters that span several hosts.
 
-    The chunks of each pipeline rank are priced together. If too many sizes differ, several ranks share a matrix.
+    The chunks of each pipeline rank are priced together. If there are too many different message sizes, several
+    pipeline ranks share a matrix.
     """
     work, groups, num_hosts = view.model.work, view.model.groups, view.num_hosts
     kind = work.gather_kind if gathers else work.reduce_kind
@@ -465,7 +468,7 @@ def linearise(model: PlacementCost, placement: Sequence[int] | Ints, *, known: T
 def _add_pipelines(
     builder: ProblemBuilder, view: View, crossings: Sequence[Crossing], known: Tangents | None
 ) -> Tangents:
-    """Add one family (a maximum) with a group for each tangent of each pipeline, counting equal pipelines once."""
+    """Add one family (a maximum) with a group for each tangent of each pipeline, counting identical pipelines once."""
     work, grid_PDCT = view.model.work, view.model.groups.grid_PDCT
     path_PR = np.unique(view.host_W[grid_PDCT].reshape(len(grid_PDCT), -1), axis=1)
     next_PR = np.roll(path_PR, -1, axis=0)
@@ -481,7 +484,7 @@ def _add_pipelines(
     fixed_K = (durations_BD[:, worst] - compute_B * np.tile(slowness_S, 3)) @ tangents.duration_BK
     pp, num_hops, fabric = work.layout.pp, len(work.rank_S) - 1, view.model.fabric
     compute_PK = _by_rank(pp, np.tile(work.rank_S, 3), compute_B[:, None] * tangents.duration_BK)
-    # Counts on the message from each pipeline rank to the next rank (cyclic), and back.
+    # Number of messages on each path from each pipeline rank to the next rank (cyclic), and back.
     forward_PK = _by_rank(pp, work.rank_S[:-1], tangents.hop_JK[:num_hops])
     backward_PK = _by_rank(pp, work.rank_S[:-1], tangents.hop_JK[num_hops : 2 * num_hops])
     stays_PR = (path_PR == next_PR).astype(np.float64)
@@ -526,7 +529,7 @@ def _spread(view: View, hop_HH: Floats, durations_B: Floats, crossings: Sequence
 
 
 def _by_rank(pp: int, rank_X: Ints, values_XK: Floats) -> Floats:
-    """Return the sum over the rows of each pipeline rank."""
+    """For each pipeline rank, return the sum of the rows of `values_XK` that belong to the rank."""
     sums_PK = np.zeros((pp, values_XK.shape[1]))
     np.add.at(sums_PK, rank_X, values_XK)
     return sums_PK

@@ -30,11 +30,11 @@ PARTS = (
 )
 """Names of a step's parts, in the order of the drawing and of the colours."""
 RARE = ("context parallel (cp)", "expert parallel (ep)", "virtual stages (vpp)", "expert tensor parallel (etp)")
-"""Names of rows that the table leaves out if both configurations have the value 1."""
+"""Rows that the table of changes leaves out if the chosen and the user's own configuration have the value 1."""
 MOST_ACTIONS = 20_000
 """Largest number of passes in a drawn step (12 bytes each). Longer steps show some ranks and their first passes."""
 RESOLUTION = 100_000
-"""Number of time units in the longer of the two drawn steps. Drawn times are whole units."""
+"""Number of time units in the longer of the two drawn steps. Drawn times are rounded to whole units."""
 LEGEND = (
     ("F", "forward", "forward"),
     ("B", "backward", "backward"),

@@ -95,7 +95,7 @@ def health_table(measurements: Measurements | None) -> Table | None:
 
 
 def links_view(plan: Plan, measurements: Measurements | None) -> dict[str, Any] | None:
-    """Return both matrices of links, their scale and a table; None without measurements, or for one host."""
+    """Return the matrix of links in host order and in the plan's order, with scale and table; None without links."""
     if measurements is None:
         return None
     cluster, size = measurements.cluster, plan.devices_per_host
@@ -112,7 +112,7 @@ def links_view(plan: Plan, measurements: Measurements | None) -> dict[str, Any] 
     slowest, fastest = float(own.min()), float(own.max())
     # The scale spans at least a factor of 2, so that small differences do not look large.
     scale = (min(slowest, fastest / 2), fastest)
-    # Islands are the planner's own groups of nearest hosts.
+    # Islands (groups of fast links) are the groups of near hosts that the planner also uses.
     tiers = tiers_of(links)
     islands = sorted(sorted(hosts.tolist()) for hosts in tiers.runs(0)) if tiers.num_tiers else []
     island_of = {place: number for number, island in enumerate(islands) for place in island}
@@ -152,14 +152,16 @@ def _matrix(
     """Sort hosts by `order`, and join neighbouring hosts into blocks. Each block shows its slowest link's rate."""
     least = math.ceil(len(order) / MOST_CELLS)
     largest = max(np.bincount(list(island_of.values())), default=0)
-    # A block has the least number of hosts for MOST_CELLS rows, or a larger number that divides the largest island.
+    # A block has the least number of hosts that gives at most MOST_CELLS rows, or a larger number that divides the
+    # largest island.
     size = next((size for size in range(least, largest + 1) if largest % size == 0), least)
     starts = list(range(0, len(order), size))
     blocks = [order[first : first + size] for first in starts]
     ordered = rates_HH[np.ix_(order, order)]
     np.fill_diagonal(ordered, np.inf)
     rates_BB = np.minimum.reduceat(np.minimum.reduceat(ordered, starts, axis=0), starts, axis=1)
-    # Levels are equal steps of the logarithm: the slowest rate has level 0, and a block without links has level -1.
+    # Levels are equal steps of the rate's logarithm: the slowest rate has level 0, and a block without links has level
+    # -1.
     place_BB = np.log(np.minimum(rates_BB, scale[1]) / scale[0]) / math.log(scale[1] / scale[0])
     level_BB = np.where(np.isinf(rates_BB), -1, np.minimum(place_BB * LEVELS, LEVELS - 1).astype(np.int64))
     paths = [

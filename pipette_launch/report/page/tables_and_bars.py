@@ -82,7 +82,7 @@ class Axis(NamedTuple):
         return cls(low=0.0 if from_zero else low - spare, high=high + spare)
 
     def percent(self, value: float) -> float:
-        """Return the position of a value in percent."""
+        """Return the position of a value on the axis, in percent of the axis."""
         return round(100 * (value - self.low) / (self.high - self.low), 3)
 
     def ticks(self, most: int = 6) -> list[float]:
@@ -131,7 +131,7 @@ def memory_view(plan: Plan, picture: Picture | None) -> dict[str, Any]:
 
 
 def limit_in_view(limit_bytes: int, need_bytes: int) -> bool:
-    """Return true if bars stay visible on a scale up to the memory limit. Otherwise only a sentence names the limit."""
+    """Return true if bars stay visible on a scale up to the memory limit; else only a sentence names the limit."""
     return limit_bytes <= 5 * need_bytes
 
 

@@ -1,4 +1,4 @@
-/* Prices swaps of two seats, and makes those of a batch that gain; see swap_deltas.py and descent.py for the figures.
+/* Prices swaps of two seats, and makes those of a batch that gain; see descent.py for the figures.
 
    Letters as there: Q = seats, D = the most flows of a seat, P = proposed swaps, F = flows, G = groups, N = families,
    K = near places. */

@@ -1,6 +1,7 @@
 """A descent from a good assignment of seats (sets of ranks) to places (hosts), by swaps of two seats.
 
-Each step makes many swaps, those with the largest gains first. It prefers seats of the groups that decide the cost.
+Each step makes many swaps, those with the largest gains first. The descent mostly swaps seats of the groups that decide
+the cost.
 """
 
 # Q = seats, H = places, D = most flows of a seat, M = distinct link matrices, K = near places, F = flows, G = groups,
@@ -23,13 +24,14 @@ from pipette_launch.search.assignment.problem import Arrangement, Flows
 IN_C = compiled("search.assignment._swaps")
 
 STEEPEST = 80.0
-"""Largest exponent in a soft maximum, far below overflow. A swap with a larger rise is never accepted."""
+"""Largest exponent in a soft maximum, far below overflow. A swap with a larger exponent is never accepted."""
 LEAST = 1e-12
 """A swap leaves at least this share of a family's sum of exponentials, because float64 resolves no smaller share."""
 PROPOSALS_PER_SEAT = 2
 FEWEST_PROPOSALS, MOST_PROPOSALS = 128, 2048
 SOFTEST, HARDEST = 0.05, 0.002
-"""Softness of the soft maxima in the first and in the last step, as a share of `_spread`."""
+"""Softness s of the soft maxima, s * log(sum of exp(seconds / s)), in the first and in the last step, as a share of
+`_spread`."""
 PATIENCE = 8
 """Number of batches without an accepted swap after which the descent ends."""
 INFORMED = 0.5
@@ -94,8 +96,8 @@ class SwapPrices:
         """Return the seconds by which each swap of two seats raises the sum of soft maxima, with float32 precision.
 
         A soft maximum also reflects swaps that do not touch the largest group. The soft maximum of a single group is
-        the group itself. A family's rise is limited to 80 times the softness, and its fall to 27 times. `share_G` are
-        the `shares` of this position and softness.
+        the group itself. The change of one family's soft maximum is cut to at most +80 and at least -27 times the
+        softness. `share_G` is the result of `shares` for the same position and softness.
         """
         log_share_G = np.log(np.maximum(share_G, 1e-300))
         if IN_C is None:
@@ -138,7 +140,7 @@ class SwapPrices:
         return np.flatnonzero(np.minimum.reduce(around_A) == turn_A)
 
     def _terms(self, position: Position, one_P: Ints, two_P: Ints) -> Floats:
-        """Return the seconds that each flow of the two seats would add after the swap: shape (P, S)."""
+        """Return the seconds that a swap adds, for each flow of the two swapped seats: shape (P, S)."""
         count = len(one_P)
         seat_2P, partner_2P = np.concatenate([one_P, two_P]), np.concatenate([two_P, one_P])
         there_2P, here_2P = position.place_Q[partner_2P], position.place_Q[seat_2P]
@@ -165,7 +167,7 @@ class SwapPrices:
 
 
 def views(seconds_THH: Floats) -> tuple[Floats, Ints, Ints]:
-    """Return distinct link matrices by (own place, other place), and the matrix of each type's sender and receiver."""
+    """Return the distinct link matrices, and for each type of flow the matrix of its senders and of its receivers."""
     found: list[Floats] = []
     as_sender, as_receiver = [], []
     for matrix_HH in seconds_THH:
@@ -190,18 +192,18 @@ def descend(
 ) -> Arrangement:
     """Search for a cheaper assignment near a given assignment, and return the cheapest one seen.
 
-    The cost of a family is the cost of its largest group. So only a swap in the largest group helps, and after the swap
-    another group may be the largest. The descent therefore replaces maxima by soft maxima, which become harder step by
-    step. It proposes seats by their share in the soft maxima, and makes all swaps that lower the soft cost and share no
-    flow.
+    The cost of a family is the cost of its largest group. So only a swap that shortens a family's largest group helps,
+    and another group may then be the largest. The descent therefore replaces maxima by soft maxima, which become harder
+    step by step. The descent proposes seats by their share in the soft maxima. It makes all swaps that lower the soft
+    cost and share no flow.
 
     Args:
-        flows: problem to solve.
+        flows: assignment problem to solve.
         place_Q: initial place of each seat.
         near_HK: numbers of K near places of each place.
         steps: number of batches of proposals.
-        rng: random numbers.
-        is_late: ends the descent early.
+        rng: generator of all random numbers.
+        is_late: function that returns true when the descent must end.
         group_H: group of each place, if seats may only move inside a group of places.
 
     """

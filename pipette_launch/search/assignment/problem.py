@@ -26,10 +26,11 @@ class Flows:
     """A block assignment problem of seats and places, with flows between seats.
 
     The cost is the sum over families of the seconds of the largest group in each family. The seconds of a group are an
-    offset plus the sum of weight * seconds over the flows of the group. A plain sum is one family with one group. The
-    slowest link of a ring is a family with one group for each link. Pipette's T_PP is a family with one group for each
-    pipeline. A seat is a set of ranks that moves as a whole: those of a device, or of a host. Places are then devices
-    or hosts.
+    offset plus the sum of weight * seconds over the flows of the group. A plain sum of seconds is modelled as one
+    family with one group. The slowest link of a ring is modelled as a family with one group for each link. The pipeline
+    time T_PP of the Pipette paper is modelled as a family with one group for each pipeline. A seat is a set of ranks
+    that moves as a whole: those of a device, or of a host. If seats hold the ranks of a device, places are devices,
+    else places are hosts.
 
     Raises:
         ValueError: shapes or indices that do not fit together, or numbers that are not finite.
@@ -42,7 +43,7 @@ class Flows:
     receiver_F: Ints
     type_F: Ints
     weight_F: Floats
-    """Number of units of each flow."""
+    """Weight of each flow: the number of units that one seat sends to another."""
     group_F: Ints
     offset_G: Floats
     """Constant seconds of each group, independent of the assignment."""
@@ -75,7 +76,7 @@ class Flows:
         return int(self.family_G.max()) + 1
 
     def cost(self, place_Q: ArrayLike) -> float:
-        """Return the seconds of one assignment, with the same digits as `costs`."""
+        """Return the seconds of one assignment, exactly equal to the result of `costs`."""
         return float(self.costs(np.asarray(place_Q)[None, :])[0])
 
     def costs(self, place_KQ: ArrayLike) -> Floats:
@@ -164,7 +165,7 @@ class ProblemBuilder:
         self._flows.append((sender[moves], receiver[moves], kinds, weight_F[moves], group[moves]))
 
     def flows(self) -> Flows:
-        """Return the collected problem."""
+        """Return the problem with all types, families, groups and flows that were added."""
         sender, receiver, kinds, weight, group = (
             np.concatenate([part[column] for part in self._flows]) if self._flows else np.zeros(0)
             for column in range(5)

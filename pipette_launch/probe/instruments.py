@@ -21,8 +21,8 @@ BUSY_BYTES = 64 << 20
 FIRST_PASSES, MOST_PASSES = 64, 256  # CUDA queues about 1,000 launches before the host must wait
 USUAL_CORE_S = 1.5e-3
 """Seconds of the fixed computation of `CoreSpeed` on a reference core, to which times of all slots are converted."""
-CHECK_EVERY_S = 0.1  # Wall time for which a check of the core's speed stays valid
-CHECK_REPEATS = 3  # Repeats whose median is one check; the first repeat has the cold caches after a layer
+CHECK_EVERY_S = 0.1  # Seconds for which a check of the core's speed stays valid.
+CHECK_REPEATS = 3  # A check is the median of these repeats; the first repeat has cold caches.
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
@@ -31,9 +31,10 @@ RESET_PEAK = "5"
 class CoreSpeed:
     """Current speed of a core, from the processor time of a fixed computation that is repeated.
 
-    A virtual core shares a real core with other virtual cores, and no counter shows the sharing. One layer took 37 ms
-    of processor time, and 58 ms some seconds later. Layers of three models on four hosts scattered by 4 to 17 % between
-    0.4 s windows, and by 3 to 8 % after division by the time of the fixed computation (correlation 0.6 to 0.96).
+    A virtual core shares a real core with other virtual cores, and no counter shows the sharing. In a test one layer
+    took 37 ms of processor time, and 58 ms some seconds later. In a test on four hosts, times of a layer scattered by 4
+    to 17 % between windows of 0.4 s. After division by the time of the fixed computation, times of a layer scattered by
+    3 to 8 % (correlation 0.6 to 0.96).
     """
 
     def __init__(
@@ -63,12 +64,12 @@ class CoreSpeed:
 
     @property
     def now(self) -> float:
-        """Time of the last check divided by the time on a usual core; 1 before the first check."""
+        """Time of the last speed check divided by the time on a reference core; 1 before the first check."""
         return self._checks_s[-1] / USUAL_CORE_S if self._checks_s else 1.0
 
     @property
     def usual(self) -> float:
-        """Median time of all checks divided by the time on a usual core; 1 before the first check."""
+        """Median time of all speed checks divided by the time on a reference core; 1 before the first check."""
         return statistics.median(self._checks_s) / USUAL_CORE_S if self._checks_s else 1.0
 
 
@@ -89,8 +90,8 @@ class CpuStopwatch:
     """Counts the processor time of this thread, and the ratio of wall time to processor time.
 
     A layer of a few milliseconds may be preempted, so wall times of single runs scatter by a time slice. Over many
-    runs, other processes take a steady share of the core. After `check_speed`, times are converted to a usual core, and
-    the speed of this core is part of the stretch.
+    runs, other processes take a steady share of the core. After `check_speed`, times are converted to a reference core,
+    and `stretch` includes the speed of this core.
     """
 
     def __init__(self, core_speed: CoreSpeed | None = None) -> None:
@@ -111,18 +112,18 @@ class CpuStopwatch:
         return computed_s / self._core_speed.now
 
     def check_speed(self) -> None:
-        """Check the speed of the core; later times are converted to a usual core by this speed."""
+        """Check the speed of the core; later times are converted to a reference core by this speed."""
         self._core_speed.check()
 
     def settle(self) -> None:
         """Do nothing: a CPU has no queued work."""
 
     def keep_share(self) -> None:
-        """Fix the share of the core now, because later some slots may finish before others."""
+        """Keep the present ratio of wall time to processor time, because later some slots may finish before others."""
         self._kept = self._share()
 
     def stretch(self) -> float:
-        """Return wall time, while all slots work, divided by the times that `seconds` returns."""
+        """Return the factor from times of `seconds` to wall time while all slots work."""
         return self._core_speed.usual * (self._kept or self._share())
 
     def _share(self) -> float:
@@ -144,7 +145,7 @@ class CudaStopwatch:
         return float(before.elapsed_time(after)) / 1e3
 
     def check_speed(self) -> None:
-        """Do nothing: no other process uses the GPU, and verdicts compare its clocks."""
+        """Do nothing: no other process uses the GPU, and the health verdicts compare GPU clocks."""
 
     def settle(self) -> None:
         """Wait for the whole device."""
@@ -154,7 +155,7 @@ class CudaStopwatch:
         """Do nothing, because no other process takes a share of the GPU."""
 
     def stretch(self) -> float:
-        """Return 1: events measure wall time."""
+        """Return 1, because CUDA events measure wall time."""
         return 1.0
 
 
@@ -192,11 +193,11 @@ class QueuedCalls:
         self._clock = clock
         self._keep_busy = keep_busy or torch.zeros(BUSY_BYTES // 4, device="cuda").zero_
         self.passes = FIRST_PASSES
-        """Number of passes over the tensor before each measurement. All ranks need the same number, so that transfers
-        over a shared wire begin at the same time."""
+        """Number of times that a tensor is written before each measurement, to keep the device busy. All ranks need the
+        same number of writes, so that transfers over a shared wire begin at the same time."""
         self.wanted = FIRST_PASSES
-        """Number of passes that this rank needs. The number grows if the device was idle before the host had queued the
-        last calls."""
+        """Number of writes that this rank needs to keep its device busy. The number of writes grows if the device was
+        idle before the host had queued the last calls."""
         self._watch = CudaStopwatch()
 
     def seconds(
@@ -221,12 +222,12 @@ class QueuedCalls:
 
 
 class Peak(NamedTuple):
-    """The most memory during one run of a piece of work, in bytes."""
+    """Peak memory during one run of a function, in bytes."""
 
     allocator_bytes: int
-    """Growth of torch's allocations on CUDA; growth of the resident set on a CPU."""
+    """On CUDA, the growth of torch's allocations; on a CPU, the growth of the resident set."""
     device_bytes: int
-    """NVML's used bytes on CUDA, without other processes; the resident set on a CPU."""
+    """On CUDA, NVML's used bytes without other processes; on a CPU, the resident set."""
     idle_bytes: int = 0
     """On CUDA, torch's allocations before the run: workspaces that libraries keep."""
     reserved_bytes: int = 0
@@ -237,8 +238,8 @@ class CpuMeter:
     """Reads the resident set of this process; Linux keeps its peak (VmHWM), which a process can reset."""
 
     def peak(self, work: Callable[[], None]) -> Peak:
-        """Run the work and return its peak."""
-        # Return unused heap to the system first, because unused heap would hide the growth.
+        """Run the work and return its peak memory."""
+        # Return unused heap to the system first, because unused heap would hide the growth of the resident set.
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         try:
@@ -258,7 +259,7 @@ class CpuMeter:
         return 0
 
     def workspace_bytes(self) -> int:
-        """Return 0: libraries keep their workspaces on the heap."""
+        """Return 0, because on a CPU libraries keep their workspaces on the heap."""
         return 0
 
 
@@ -273,7 +274,7 @@ class CudaMeter:
         self._others_bytes = device_used_bytes(uuid)
 
     def peak(self, work: Callable[[], None]) -> Peak:
-        """Run the work and return its peak. NVML is read after the work, as torch's allocator keeps its memory."""
+        """Run the work and return its peak memory. NVML is read after the work, as torch keeps its memory."""
         before = self.workspace_bytes()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 Clock = Callable[[], float]
-LATER_S = 5.0  # Extra wait of other ranks, so that rank 0 gives up first and can report who is missing
-KEYS_PER_READ = 64  # Results that rank 0 reads in one request, so that the store's answer is not too large
+LATER_S = 5.0  # Ranks above 0 wait longer, so that rank 0 gives up first and can report missing ranks.
+KEYS_PER_READ = 64  # Number of results that rank 0 reads in one request, which limits the size of the store's answer.
 MOST_NAMED = 4
 ARRIVAL = "all workers to arrive"
 PR_SET_PDEATHSIG = 1
 
 
 class MissingError(ProbeError):
-    """Some ranks did not come before the deadline."""
+    """Error: some ranks did not reach a common step before the deadline."""
 
     def __init__(self, text: str, ranks: Sequence[int]) -> None:
         super().__init__(text)
@@ -69,7 +69,7 @@ class Lockstep:
     rank: int
     world_size: int
     timeout_s: float
-    """Seconds until a wait ends in a small job. The function `wait_s` adds time for many ranks and for the phase."""
+    """Longest wait of a small job, in seconds. The function `wait_s` adds time for many ranks and for the phase."""
     progress: Progress = field(default_factory=Progress)
     name_of: Callable[[int], str] = "rank {}".format
     """Returns the name of a rank for messages, such as `node17:3`."""
@@ -82,7 +82,7 @@ class Lockstep:
         return wait_s(self.world_size, left_s, least_s=self.timeout_s)
 
     def agree(self, decide: Callable[[], bool]) -> bool:
-        """Return the decision of rank 0 on every rank."""
+        """Evaluate a condition on rank 0, and return the result on every rank."""
         return self.broadcast(str(decide()) if self.rank == 0 else "") == str(True)
 
     def broadcast(self, text: str, left_s: float = 0.0) -> str:
@@ -210,5 +210,5 @@ def end_with_parent() -> None:
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        # The parent died before the call.
+        # The parent died before `prctl` was called, so the kernel will send no signal.
         os.kill(os.getpid(), signal.SIGKILL)

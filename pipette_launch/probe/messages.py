@@ -36,20 +36,20 @@ from pipette_launch.probe.health.nvml import LoadReading
 
 LEAST_S = 60.0
 RANKS_PER_S = 20.0
-"""Each wait grows by one second for this number of ranks, because a cold file system serves ranks one after the
+"""Number of ranks for which each wait grows by one second, because a cold file system serves ranks one after the
 other."""
-START_S = 120.0  # Seconds for imports, compilation and first lap of a worker, which the budget does not cover
-FULL_HOSTS = 64  # Up to this number of hosts (N), every pair is measured, in N - 1 rounds
-BLIND_ROUNDS = 8  # With more hosts, rounds of random pairs before the adviser plans for the first time
-TINY_BYTES = 8  # Size of the message that shows the latency, equal to the size of an acknowledgement
-MIN_SIZES = 3  # Least number of message sizes for a line
+START_S = 120.0  # Seconds for imports, compilation and the untimed first run of a worker, outside the budget.
+FULL_HOSTS = 64  # Up to this number of hosts, every pair of hosts is measured.
+BLIND_ROUNDS = 8  # Jobs with more hosts measure this number of rounds of random pairs before the first plan.
+TINY_BYTES = 8  # Bytes of an acknowledgement, and of the message that shows the latency.
+MIN_SIZES = 3  # A line (latency and bandwidth) needs at least this number of message sizes.
 
 
 def wait_s(num_ranks: int, left_s: float = 0.0, *, least_s: float = LEAST_S) -> float:
     """Return the longest wait for another worker, in seconds.
 
-    In a small job a wait takes at most `least_s` after the end of the phase. The phase may still take `left_s`; values
-    below 0 count as 0.
+    In a small job a wait takes at most `least_s` after the end of the phase. The phase may still take `left_s` seconds;
+    values below 0 count as 0.
     """
     return least_s + num_ranks / RANKS_PER_S + max(left_s, 0.0)
 
@@ -72,8 +72,8 @@ class WarmupOrder(HostsOfJob):
     message_sizes_bytes: tuple[int, ...]
     """Sizes of timed messages and collectives; at least three, ascending."""
     full_hosts: int = FULL_HOSTS
-    """Largest number of hosts of which all pairs are measured. With more hosts, a sample and the links that plans use
-    are measured."""
+    """Largest number of hosts of which all pairs are measured. With more hosts, a sample of pairs and the links that
+    plans use are measured."""
     blind_rounds: int = BLIND_ROUNDS
     known: str = ""
     """File of an earlier warm-up of these hosts, readable by rank 0; empty = none. Only the links that plans use are
@@ -82,8 +82,8 @@ class WarmupOrder(HostsOfJob):
     """Command of the adviser, which reads a MeasuringQuestion and writes an Advice, without the two file names; empty =
     no adviser. The caller names the command, because this package imports no planner."""
     budget_s: float = WARMUP_BUDGET_S
-    """Seconds after which no phase begins another case, counted from the time when all workers are ready. The minimum
-    of each phase is measured anyway."""
+    """Seconds after which no phase begins another case, counted from the time when all workers are ready. Each phase
+    measures its minimum in any case."""
     timeout_s: float = LEAST_S
     """Longest wait for another worker of a small job after the end of its phase, in seconds."""
     start_s: float = START_S
@@ -95,7 +95,8 @@ class WarmupOrder(HostsOfJob):
     conditions: tuple[DeviceCondition, ...] = ()
     """The driver's report on each device, in slot order; empty = unknown."""
     script: tuple[str, ...] = ()
-    """The job's script as Python's arguments: a file, or `-m` and a module. Empty = measure models from the flags."""
+    """The job's script as Python's arguments: a file, or `-m` and a module. If the script is empty, the measured models
+    are built from the job's flags."""
     script_arguments: tuple[str, ...] = ()
     python_path: tuple[str, ...] = ()
     """Folders that the script's interpreter searches first, such as one with a megatron checkout."""
@@ -192,7 +193,7 @@ class Pace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerResult:
-    """Measurements of one worker: all measurements, or only the ones since the worker last sent its results."""
+    """Measurements of one worker: all measurements, or the measurements since the worker last sent its results."""
 
     KIND: ClassVar[str] = "probe-result"
 
@@ -200,7 +201,7 @@ class WorkerResult:
     links: tuple[LinkSamples, ...] = ()
     """Samples of links from this slot; first measurements come before repeated measurements."""
     link_rounds: tuple[int, ...] = ()
-    """Number of rounds between hosts, one entry each time that links were measured."""
+    """Number of measured rounds between hosts, with one entry for each time that links were measured."""
     link_rounds_again: tuple[int, ...] = ()
     """Number of rounds between hosts in which links that looked slow were measured again, one entry each time."""
     collectives: tuple[GroupSamples, ...] = ()
@@ -240,8 +241,8 @@ def joined(before: WorkerResult, after: WorkerResult) -> WorkerResult:
     return WorkerResult(**{each.name: both(each.name, each.default) for each in fields(WorkerResult)})  # type: ignore[arg-type]
 
 
-START = "start"  # Name of the phase before and between measurements: imports, rendezvous, gathering
-SIGN_S = 60.0  # Longest time between two progress messages, unless a phase has set another limit
+START = "start"  # Name of the phase before and between measurements: imports, rendezvous, gathering.
+SIGN_S = 60.0  # Longest time between two progress messages, unless a phase has set another limit.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

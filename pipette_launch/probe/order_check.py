@@ -5,7 +5,7 @@ with the devices in the order that training gives them. All workers of a host op
 tensor-parallel group opens a second communicator.
 
 NCCL may return shares in the order of the devices instead, without an error (NVIDIA/nccl#1906: NVLS on one host with a
-permuted CUDA_VISIBLE_DEVICES). Training would continue with wrong numbers.
+permuted CUDA_VISIBLE_DEVICES). Without this check, training would continue with wrong numbers.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def check_order(
 ) -> str:
     """Run all-gather and reduce-scatter once at each size and compare all values, which encode rank and position.
 
-    All members of the group call this, and run all sizes even after a wrong value, so that no member waits for another.
-    A size is the size of the full tensor, rounded down to a whole number of elements for each rank. Returns a sentence
-    on the first wrong value in this rank's results; empty if all values were exact.
+    All members of the group call this function, and run all sizes even after a wrong value, so that no member waits for
+    another. A size is the size of the full tensor, rounded down to a whole number of elements for each rank. Returns a
+    sentence on the first wrong value in this rank's results; empty if all values were exact.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     wrong: list[str] = []

@@ -73,8 +73,8 @@ ADVISER_START_S = 30.0  # Seconds of the adviser to start, read and write, besid
 QUESTION, ANSWER = "question.json", "advice.json"
 LINKS_LEAST, COLLECTIVES_LEAST = 0.25, 0.1
 """Least shares of the budget that links and collectives get, even after a long compute phase."""
-ADVICE_SHARE = 0.8  # The adviser may search until this share of the budget is spent
-ADVICE_S = (1.0, 5.0)  # Shortest and longest time of the adviser's search, in seconds
+ADVICE_SHARE = 0.8  # The adviser may search until this share of the budget is spent.
+ADVICE_S = (1.0, 5.0)  # Shortest and longest time of the adviser's search, in seconds.
 ADVICE_PATIENCE_S = ADVICE_S[1] + ADVISER_START_S
 PHASES = ("start", "compute", "memory", "links", "search", "collectives", "stages")
 MAX_NAMED = 5  # Most slots that a note names; further slots are only counted
@@ -82,18 +82,18 @@ MAX_NAMED = 5  # Most slots that a note names; further slots are only counted
 
 @dataclass(kw_only=True)
 class Phases:
-    """Phases of one worker. Keeps this worker's measurements, and on rank 0 the results of all workers."""
+    """Runs the phases of one warm-up worker, and keeps its measurements (on rank 0, of all workers)."""
 
     options: WarmupOrder
     lockstep: Lockstep
     budget: Budget
     meter: MemoryMeter
     workspace_bytes: int
-    """Bytes of libraries' workspaces in the allocator after the first lap."""
+    """Bytes that libraries keep as workspaces in torch's allocator after the untimed first run."""
     script: OwnScript | None = None
     """The job's own script; None = measure models that are built from the job's flags."""
     notes: tuple[str, ...] = ()
-    """Notes from before the first phase."""
+    """Notes that were made before the first phase, for the user."""
     _mine: WorkerResult = field(init=False)
     """Measurements since this worker last sent results to rank 0; fields with a single value are kept after sending."""
     _gathered: list[WorkerResult] = field(default_factory=list, init=False)
@@ -113,7 +113,7 @@ class Phases:
             bench = benches.LayerBench(options=self.options, slot=self.rank, meter=self.meter, script=self.script)
             bench.measure(self.lockstep, self.budget)
             self._count(bench)
-        # Read the overhead before any communicator exists.
+        # Read the memory overhead before any communicator exists.
         alone_bytes = self.meter.overhead_bytes()
         self._add(
             compute=tuple(bench.times),
@@ -436,7 +436,7 @@ def not_measured(
 ) -> tuple[Dimension, ...]:
     """Return the advised dimensions, reduced to the kinds of collectives that were not measured yet.
 
-    A measured group of a kind stands for all groups with the same number of slots on the same number of hosts.
+    For one kind of collective, a measured group stands for all groups of equal size on an equal number of hosts.
     """
     covered = {shape for dimension in measured for shape in _shapes(dimension, devices_per_host)}
     found: list[Dimension] = []

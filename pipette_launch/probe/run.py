@@ -1,6 +1,6 @@
 """One warm-up worker: `python -m pipette_launch.probe.run ORDER.json`, in torchrun's environment.
 
-All workers go through the phases of `phases` together. Rank 0 decides when a phase ends, gathers results through the
+All workers run the phases in `phases.py` together. Rank 0 decides when a phase ends, gathers results through the
 agent's store, and writes the Measurements.
 """
 
@@ -152,7 +152,7 @@ def use_device(local_rank: int, uuid: str) -> None:
 
 
 def connect_store(place: WorkerPlace, timeout: timedelta) -> Any:
-    """Connect to the agent's store. Without one, rank 0 hosts a store."""
+    """Connect to the agent's store. If the agent hosts no store, rank 0 hosts a store."""
     from torch.distributed import TCPStore
 
     return TCPStore(

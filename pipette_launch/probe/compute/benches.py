@@ -1,7 +1,7 @@
-"""Compute benches of one slot: layers of the user's model, and whole pipeline stages; each slot measures alone.
+"""Benchmarks that each slot (device) runs alone: layers of the user's model, and whole pipeline stages.
 
-All slots measure the first case, the reference case, so that slow slots show. The other cases are divided among the
-slots. All benches run under a fake process group, so no communicator may be open.
+All slots measure the first compute case (the reference case), so that a comparison shows slow slots. The other cases
+are divided among the slots. All benchmarks run under a fake process group, so no real process group may be open.
 """
 
 from __future__ import annotations
@@ -49,17 +49,18 @@ from pipette_patches import workload as patches_workload
 from pipette_patches.whole_stage import StageRun, stage_words
 from pipette_patches.workload import Workload, WorkloadError, case_words, is_out_of_memory, optimizer_step
 
-FP32_BYTES = 4  # Bytes of one element of a main gradient or a master weight
-COMPUTE_SHARE = 0.45  # Share of the budget for timing layers; the rest is for links and collectives
-AGAIN_SHARE = 0.25  # After this share of the budget, recompute is timed in the reference case only
+FP32_BYTES = 4  # Bytes of one element of an fp32 main gradient or master weight.
+COMPUTE_SHARE = 0.45  # Share of the time budget for layers; links and collectives get the rest.
+AGAIN_SHARE = 0.25  # After this share of the budget, only the reference case times recompute.
 WORK_UP_S, WORK_UP_SHARE = 4.0, 0.07
-"""Seconds of work on all GPUs before the first timing, and the largest share of the budget for it."""
+"""Seconds of work on all GPUs before the first timing, and the largest share of the time budget for this work."""
 HASTE = 4.0  # Factor by which cases other than the reference, and parts other than layers, get less time
 SWEEPS = {"cpu": 3, "cuda": 1}
-"""Largest number of times that a slot times all its cases. A CPU core changes its speed from one second to the next. On
-four slots that share two cores, ten warm-ups of one sweep measured 8 to 16 ms for the same layer."""
+"""Largest number of sweeps: in each sweep a slot times all its compute cases. A CPU core changes its speed from one
+second to the next. Ten warm-ups with one sweep measured 8 to 16 ms for the same layer, on four slots that shared two
+cores."""
 STAGES_SHARE = 1.0
-LEFT_BYTES = 64 * MIB  # Smallest leftover memory before a stage runs, besides workspaces, that a note reports
+LEFT_BYTES = 64 * MIB  # If earlier layers left more memory than this in use, a note reports it
 HEAP_FACTOR = 1.6
 """Factor from tensor bytes to memory on a CPU: the resident set grows by 1.12 to 1.61 times the bytes of the tensors
 (benchmarks/results/memory_cpu_*.md)."""
@@ -76,8 +77,8 @@ def _layer_parameters(model: ModelSpec) -> tuple[int, int, int]:
 def weight_bytes(job: Job, case: ComputeCase) -> int:
     """Return a lower bound of the bytes of one layer, embedding and head: weights, gradients, fp32 main gradients.
 
-    Only one rank's share of the experts counts, because experts are not split by tp here. Multi-token prediction adds a
-    layer.
+    The experts are divided by the expert-parallel size, but not by the tensor-parallel size. Multi-token prediction
+    counts as one more layer.
     """
     model = job.model
     attention, mlp, experts = _layer_parameters(model)
@@ -120,7 +121,7 @@ class Bench:
     slot: int
     meter: MemoryMeter
     script: OwnScript | None = None
-    """The job's own script. None = build models from the job's flags."""
+    """The job's own script, which builds the models; None = the models are built from the job's flags."""
     notes: list[str] = field(default_factory=list)
 
     def check_free_memory(self, words: str, needed_bytes: int, purpose: str = "") -> None:
@@ -152,9 +153,10 @@ class Bench:
 
 
 def case_rounds(cases: tuple[ComputeCase, ...], slot: int, num_slots: int) -> tuple[ComputeCase, ...]:
-    """Return one case of this slot for each round: the reference case, then the most promising cases first.
+    """Return one compute case of this slot for each round: the reference case, then the most promising cases.
 
-    In the last round, slots without a case repeat an earlier case, so that no case is measured on a quieter machine.
+    In the last round, slots without a case repeat an earlier case, so that all cases are measured on an equally busy
+    machine.
     """
     others = cases[1:]
     rounds = -(-len(others) // num_slots)
@@ -184,7 +186,7 @@ def joined_times(times: Sequence[ComputeTime]) -> list[ComputeTime]:
 
 
 def _untimed_lap(work: Workload) -> None:
-    """Run each part in every way that will be timed, because compilers make other code without weight gradients."""
+    """Run each part in every way that will be timed, because a compiler makes separate code for each way."""
     for part in work.parts:
         with part.accumulating():
             part.backward(part.forward(1))
@@ -226,18 +228,18 @@ class LayerBench(Bench):
         self._stopwatch = stopwatch_for(self.options.device_kind)
 
     def first_lap(self) -> int:
-        """Run the reference case and its optimizer once, untimed, before the budget begins, to start compilers.
+        """Run the reference case and its optimizer once before the time budget begins, so that compilers finish first.
 
-        If the script cannot be played, the model is built from the job's flags from now on. Any other failure is
-        ignored here, because it happens again and is noted when the case is measured. Returns the bytes of workspaces
-        that libraries keep from now on.
+        If the job's own script fails here, but not for lack of memory, all models are built from the job's flags from
+        now on. If a model from flags fails, the failure is ignored here, because the later measurement fails in the
+        same way and notes the reason. Returns the bytes that libraries keep as workspaces after this run.
         """
         if self.script is not None:
             try:
                 with ExitStack() as stack:
                     self._build_and_run(stack)
             except Exception as error:  # noqa: BLE001
-                # A script may raise any error. A lack of memory is no fault of the script.
+                # A script may raise an error of any type. A lack of memory is no fault of the script.
                 if not is_out_of_memory(error):
                     reason = " ".join(str(error).split()) or type(error).__name__
                     self.notes.append(f"{self.PHASE}: layers were built from the job's flags, because {reason}")
@@ -257,11 +259,11 @@ class LayerBench(Bench):
         self._stopwatch.settle()
 
     def measure(self, lockstep: Lockstep, budget: Budget) -> None:
-        """Go through this slot's cases until rank 0 finds the budget spent.
+        """Measure this slot's compute cases until rank 0 decides that the time budget is spent.
 
-        The next case is expected to take the shortest build and first lap so far, plus the longest timed part. The
-        shortest build counts, because later cases reuse the compiled code of the first cases. The timed part of the
-        reference case does not count, because only the reference case is timed for long.
+        The predicted time of the next case is the shortest preparation so far plus the longest timing so far. The
+        shortest preparation (build and first run) counts, because later cases reuse the compiled code of earlier cases.
+        The timing of the reference case does not count, because only the reference case is timed for long.
         """
         # Freeze imported objects, so that garbage collections between cases need not visit them. The layers of the
         # first lap must be freed before, because frozen garbage keeps its memory.
@@ -289,7 +291,7 @@ class LayerBench(Bench):
     def _round(self, case: ComputeCase, lockstep: Lockstep, budget: Budget) -> tuple[float, float]:
         """Build a case and time it; returns the seconds before and after the first timing begins.
 
-        This call frees the layers at its end, because the next case needs the memory.
+        The layers are freed at the end of this call, because the next case needs the memory.
         """
         began_s = budget.clock()
         with ExitStack() as stack:
@@ -298,7 +300,7 @@ class LayerBench(Bench):
                 ready_s = budget.clock()
                 self._reference(work, lockstep, budget)
             else:
-                # Slots without work wait too, because times are comparable only if all slots are busy at the same time.
+                # A slot whose case failed waits too, so that all other slots work at the same time.
                 lockstep.barrier(budget.left_s())
                 ready_s = budget.clock()
                 if work is not None:
@@ -310,7 +312,7 @@ class LayerBench(Bench):
         return ready_s - began_s, timed_s
 
     def _ready(self, case: ComputeCase, stack: ExitStack) -> Workload | None:
-        """Build the layers of a case and run each part once; None if the case fails, now or in the first lap."""
+        """Build the layers of a case and run each part once; returns None if the case fails here or failed before."""
         if case in self.refused:
             return None
         with self.noting(case_words(case), partial(self.refused.append, case)):
@@ -401,7 +403,7 @@ class LayerBench(Bench):
                 )
             if any(reading.case == case for reading in self.memory):
                 return True
-            # Take the MoE layer if the model has one, because it holds more memory.
+            # Prefer the MoE layer, because an MoE layer holds more memory than a dense layer.
             layer = [part for part in work.parts if part.name in LAYERS][-1]
             with lockstep.progress.during("memory"), layer.accumulating():
                 peak = self.meter.peak(lambda: layer.backward(layer.forward(1)))
@@ -418,7 +420,7 @@ class LayerBench(Bench):
 
 
 def stage_turns(cases: Sequence[StageCase], slot: int, num_slots: int) -> tuple[StageCase | None, ...]:
-    """Return one case of this slot, or None, for each turn; most promising cases first."""
+    """Return the stage that this slot runs in each turn, most promising first; None = the slot idles in the turn."""
     turns = -(-len(cases) // num_slots)
     return (*cases, *[None] * (turns * num_slots - len(cases)))[slot::num_slots]
 
@@ -433,11 +435,12 @@ class StageBench(Bench):
     PHASE = "stages"
 
     workspace_bytes: int
-    """Bytes of libraries' workspaces in the allocator after the first lap. Training needs these workspaces too."""
+    """Bytes that libraries keep as workspaces in torch's allocator after the untimed first run. Training needs these
+    workspaces too."""
     readings: list[StageReading] = field(default_factory=list)
 
     def measure(self, cases: Sequence[StageCase], lockstep: Lockstep, budget: Budget) -> None:
-        """Go through this slot's cases until rank 0 finds the budget spent; every rank makes this call.
+        """Measure this slot's stages until rank 0 decides that the time budget is spent; every rank calls this.
 
         All slots end a turn together, so that rank 0 knows the time of the slowest slot.
         """
@@ -468,7 +471,7 @@ class StageBench(Bench):
         if on_cpu:
             needed_bytes = int(HEAP_FACTOR * max(least_bytes, case.predicted_bytes))
         else:
-            # On a GPU an out-of-memory error is a result, so only stages that cannot begin are left out.
+            # On a GPU an out-of-memory error is a valid result, so only stages whose weights cannot fit are left out.
             needed_bytes += self.meter.overhead_bytes()
         with self.noting(words):
             self.check_free_memory(words, needed_bytes)

@@ -23,7 +23,7 @@ class OwnScript:
     program: Program
     """The script with the user's arguments."""
     mocks_data: bool
-    """True if the script uses Megatron-LM's trainer, which can make up its data."""
+    """True if the script uses Megatron-LM's trainer, which can train on mock data."""
 
     @classmethod
     def of(cls, options: WarmupOrder) -> OwnScript | None:
@@ -41,7 +41,7 @@ class OwnScript:
 
     @staticmethod
     def timed_flags(job: Job) -> tuple[str, ...]:
-        """Return the flags of the job's precision, which layers of the script have, unlike layers from flags."""
+        """Return the job's precision flags, which change layers from the job's script but not layers from flags."""
         return tuple(flag for flag in job.performance_flags if flag.startswith(PRECISION))
 
     def notes(self, job: Job) -> list[str]:

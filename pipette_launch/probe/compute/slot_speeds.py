@@ -1,9 +1,9 @@
-"""Speed of each slot: the time of a layer while all slots work, and again for slots that differ from their peers.
+"""Speed of each slot (device): all slots time a layer at once, and slots that differ from their peers repeat the test.
 
-On a CPU a quota, another process or a stop signal takes the core away from a slot. Processor time does not show that,
-but wall time does. Workers that share cores get uneven parts of the cores, so one window says little. So a slot that
-differs works again at two other moments, beside a few slots that do not differ, with a core for each slot. Chance does
-not slow the same slot three times.
+On a CPU a quota, another process or a stop signal takes the core away from a slot. The processor time of a layer does
+not show this loss, but its wall time does. Workers that share cores get uneven parts of the cores, so a single time
+window proves little. So a slot that differs from its peers repeats the test at two other moments, beside a few usual
+slots and with a core for each slot. Chance does not slow the same slot three times.
 """
 
 # S = slots, host by host, T = turns; nan = not measured.
@@ -27,12 +27,12 @@ from pipette_launch.probe.lockstep import Lockstep
 from pipette_launch.probe.messages import Pace, WarmupOrder, WorkerResult
 
 WINDOW_S = {"cpu": 0.5, "cuda": 0.3}
-"""Length in seconds of a window in which slots repeat a layer; a CPU divides its time into slices of a few
-milliseconds."""
+"""Seconds for which slots repeat a layer. This window covers many time slices of a CPU, which last a few milliseconds
+each."""
 RETESTS = 2
 SCHEDULE = Path("/proc/thread-self/schedstat")
-SAME_SPEED = {"cuda": 1.05, "cpu": 1.3}  # Slots whose times differ by a smaller factor count as equally fast
-NUM_CONTROLS = 3  # Number of slots of each device type that work again, beside the differing slots, for comparison
+SAME_SPEED = {"cuda": 1.05, "cpu": 1.3}  # Slots whose times differ by less than this factor count as equally fast.
+NUM_CONTROLS = 3  # Number of usual slots of each device type that repeat the test for comparison.
 
 Floats = NDArray[np.float64]
 Paces = Sequence[Sequence[Pace]]  # Times of each slot, turn by turn
@@ -43,7 +43,8 @@ class Speeds:
     """Speeds of all slots, and the slots with a fault."""
 
     speed_S: tuple[float, ...]
-    """Speed of each slot, relative to the median slot. Times of the median slot already include `straggle`."""
+    """Speed of each slot, relative to the median slot. The predicted times of the median slot already include
+    `straggle`."""
     straggle: float
     """Time of the slowest slot among the slots that count as equally fast, divided by their median time. Training steps
     wait for the slowest slot."""
@@ -55,7 +56,7 @@ class Speeds:
 def speeds(options: WarmupOrder, paces_S: Paces) -> Speeds:
     """Compare all slots. A slot differs from its peers (slots of the same device type) if it differs in every turn.
 
-    The difference of a slot is the median over the turns.
+    A slot's difference is the median of its differences in all turns.
     """
     pace_TS, names = _by_turn(paces_S), device_names(options)
     first_S, same = pace_TS[0], SAME_SPEED[options.device_kind]
@@ -66,7 +67,7 @@ def speeds(options: WarmupOrder, paces_S: Paces) -> Speeds:
     ratio_S, usual_S = _differences(options, pace_TS), _usual(first_S, names)
     straggle = _straggle(options, first_S, ratio_S)
     kind_S = usual_S / median_s
-    # Count a device type without any measurement as usual.
+    # Device types with a small difference, or without a measurement, count as equally fast.
     kind_S[~(np.abs(np.log(kind_S)) > math.log(same))] = 1.0
     again_S = np.where(np.isfinite(pace_TS).sum(axis=0) > 1, usual_S * ratio_S, np.nan)
     return Speeds(
@@ -82,9 +83,9 @@ def speeds(options: WarmupOrder, paces_S: Paces) -> Speeds:
 
 
 def slots_to_repeat(options: WarmupOrder, paces_S: Paces) -> tuple[int, ...]:
-    """Return the slots that must work again: slots that have differed so far, and some slots that have not.
+    """Return the slots that repeat the test: slots that have differed from their peers so far, and some usual slots.
 
-    On each host, at most one slot per core works again, because healthy slots with a core each are equally fast.
+    Usual slots are added only on hosts with a free core, because healthy slots with a core each are equally fast.
     """
     pace_TS, names = _by_turn(paces_S), device_names(options)
     odd = np.flatnonzero(_differences(options, pace_TS) != 1).tolist()
@@ -110,11 +111,11 @@ def slots_to_repeat(options: WarmupOrder, paces_S: Paces) -> tuple[int, ...]:
 
 
 def factors(options: WarmupOrder, results: Sequence[WorkerResult], found: Speeds) -> tuple[float, ...]:
-    """Return one factor for each slot: time * factor * speed is the time that a training step waits for.
+    """Return one factor for each slot: a training step waits for measured time * factor * speed of the slot.
 
-    Slots share cores unevenly by chance, which must not make one case look slower than another. So all slots get the
-    same factor for the time that other processes took. If a slot differs from its peers, the reference case shows which
-    part of the difference is already in the slot's times.
+    Slots share cores unevenly by chance, which must not make one case look slower than another. So the time that other
+    processes took is one common factor for all slots. If a slot differs from its peers, the reference case shows which
+    part of the difference the slot's measured times already contain.
     """
     wall = on_the_wall(results, found)
     # Seconds of the layers of the reference case, forward and backward; 0 = not measured.
@@ -200,14 +201,14 @@ def _num_cores(options: WarmupOrder, slot: int) -> int:
 
 
 def _centre(values: Floats) -> float:
-    """Return the median of known values (geometric mean of the middle two); nan without any."""
+    """Return the median of the positive values (geometric mean of the middle two); nan if no value is positive."""
     known = values[values > 0]
     return float(np.exp(np.median(np.log(known)))) if known.size else math.nan
 
 
 @dataclass(kw_only=True)
 class PaceTest:
-    """The pace test of one slot."""
+    """Tests the speed of one slot: times a layer in one time window of each turn."""
 
     options: WarmupOrder
     slot: int
@@ -215,16 +216,16 @@ class PaceTest:
     paces: list[Pace] = field(default_factory=list)
 
     def first(self, work: Callable[[], None] | None, lockstep: Lockstep, left_s: float) -> None:
-        """Work for a window while all other slots work; a slot without work (None) stays idle.
+        """Run `work` for one time window while all other slots work too; None = this slot stays idle.
 
-        Another rank may need `left_s` seconds more to end its phase.
+        The wait for other ranks allows them `left_s` more seconds to end their phase.
         """
         late_s = self._meet(lockstep, left_s)
         if work is not None:
             self._work(work, late_s, turn=0)
 
     def again(self, work: Callable[[], None] | None, lockstep: Lockstep, left_s: float) -> None:
-        """Repeat the test for slots that differ, beside a few other slots, at most RETESTS times."""
+        """Repeat the speed test at most RETESTS times, for slots that differ from their peers and a few usual slots."""
         everyone: list[tuple[Pace, ...]] = [()] * self.options.num_slots
         for turn in range(1, RETESTS + 1):
             last = next((repr(pace.seconds) for pace in self.paces if pace.turn == turn - 1), "")
@@ -244,7 +245,7 @@ class PaceTest:
         lockstep.barrier(left_s)
 
     def _meet(self, lockstep: Lockstep, left_s: float) -> float:
-        """Wait for all ranks; returns the seconds that this thread waited for a core meanwhile, and so begins late."""
+        """Wait for all ranks; returns the seconds that this thread then lost, because it was ready but had no core."""
         before_s = queued_s()
         lockstep.barrier(left_s)
         return queued_s() - before_s

@@ -2,14 +2,16 @@
 
 The time of a layer is a slope: a short and a long chain of layers run in turns, and the difference of their times is
 divided by the difference of their lengths. So the cost of entering and leaving a chain does not count, such as the
-first launch on an idle device. Weight gradients and recompute are differences of chains of equal length.
+first launch on an idle device. The time of weight gradients, or of recompute, is the difference between two chains of
+equal length.
 
 On a CPU a stage also takes time that layers in a row do not show:
 
-- Waking: after a wait, as in a pipeline, a layer finds cold caches. On four hosts of 0.4 cores, forward and backward
-  took 1.2 to 1.7 ms of processor time more after waits of 20 ms, for layers of any size: 3 to 4 ms of each pass.
-- Loading: the data loader's processes compute on the slot's cores. On the same hosts that took 12 ms of the first and
-  the last stage for each micro-batch, of any size. Beside GPUs the loader has its own cores.
+- Waking: after a wait, as in a pipeline, a layer finds cold caches. On four hosts with 0.4 of a core each, a wait of 20
+  ms before a pass added 1.2 to 1.7 ms of processor time to layers of any size. With 0.4 of a core this is 3 to 4 ms of
+  wall time.
+- Loading: the data loader's processes compute on the slot's cores. On the same hosts, loading cost the first and the
+  last stage 12 ms for each micro-batch of any size. On a GPU machine the data loader has its own cores.
 """
 
 from __future__ import annotations
@@ -57,11 +59,11 @@ class Habits:
     min_values: int
     """Least number of timed turns of a part, even if the turns are long."""
     long_layer_s: float
-    """If forward and backward of a layer take longer (s), only short chains run, because entering a chain takes under 1
-    % of that time."""
+    """Limit in seconds for forward and backward of a layer. Slower layers run only in short chains, because entering a
+    chain takes under 1 % of their time."""
 
     def hastier(self, factor: float) -> Habits:
-        """Return habits that spend `factor` times less time, with at least three timed turns."""
+        """Return timing habits that spend `factor` times less time, with at least three timed turns."""
         return replace(self, value_s=self.value_s / factor, min_values=min(self.min_values, 3))
 
 
@@ -123,7 +125,8 @@ def time_part(
         part=part.name,
         slot=slot,
         forward=samples(lambda turn: turn.forward_s),
-        # Subtract the median weight gradient, not the turn's own, so that both medians add up to the whole backward.
+        # Subtract the median weight gradient, not the gradient of the same turn, so that both medians add up to the
+        # whole backward.
         input_grad=samples(lambda turn: max(turn.backward_s - usual_s, 0.0) if part.source is not None else 0.0),
         weight_grad=weight,
         recompute=samples(lambda turn: turn.again_s) if timed_again else None,
@@ -133,7 +136,7 @@ def time_part(
 def time_calls(
     action: Callable[[], None], *, stopwatch: Stopwatch, habits: Habits, wait: Callable[[], None] | None = None
 ) -> Samples:
-    """Time an action without a backward; `wait` comes before each call."""
+    """Time repeated calls of an action without a backward pass; `wait` runs untimed before each call."""
 
     def once() -> float:
         stopwatch.check_speed()
@@ -259,7 +262,7 @@ def loads_as_megatron_lm(job: Job) -> bool:
 
 
 def loading_time(job: Job, layer: Part, micro_batch_size: int) -> LoadingTime:
-    """Time the loading of micro-batches of two sizes beside a layer on a CPU: 1, and `micro_batch_size` or 2."""
+    """Time the loading of micro-batches of two sizes beside a layer on a CPU: 1 sample, and `micro_batch_size` or 2."""
     num_workers = performance_options(job).num_workers
     has_mask = performance_options(job).create_attention_mask_in_dataloader
     num_batches = TURNS * (2 * BATCHES + QUEUED * num_workers + 1)
@@ -290,10 +293,10 @@ def time_loading(
 
     The cost is the larger of two times: the wait for a batch, and the time of loading and layer minus the time of the
     layer. On the slot's cores the loader's processes either make the call wait, or slow the layer down. The difference
-    alone would be too small: a slot with part of a core saves up computing time while the call waits. The difference
-    was 7 to 10 ms, but stages took 14 ms.
+    alone would be too small: a slot with part of a core saves up computing time while the call waits. In a test the
+    difference was 7 to 10 ms, but loading cost the stages of a training 14 ms.
 
-    After a pause `ahead` batches are ready, so the call takes these batches before it measures time.
+    After a pause `ahead` batches are ready, so `time_loading` takes these batches before it measures time.
     """
 
     def run(times: int, *, loads: bool) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 NVML shows every GPU of the machine, CUDA only those in CUDA_VISIBLE_DEVICES, so this file applies the variable itself.
 NVML numbers GPUs in PCI bus order. CUDA uses this order only with CUDA_DEVICE_ORDER=PCI_BUS_ID, which matters if a host
-has different GPUs. So other files name devices by UUID, and each warm-up worker compares NVML's UUID with CUDA's.
+has different GPUs. So all modules name devices by UUID, and each warm-up worker compares NVML's UUID with CUDA's UUID.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def switches(environ: Mapping[str, str], hostname: str) -> tuple[str, ...]:
     """
     levels = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
     address = environ.get("SLURM_TOPOLOGY_ADDR", "")
-    # The pattern gives the number of names, as the node's own name may contain dots.
+    # SLURM_TOPOLOGY_ADDR_PATTERN gives the number of names, because a node's own name may contain dots.
     *above, node = address.split(".", len(levels) - 1) if len(levels) > 1 else address.split(".")
     return tuple(above) if node.partition(".")[0] == hostname.partition(".")[0] else ()
 
@@ -99,7 +99,7 @@ def versions() -> dict[str, str]:
 
 
 def device_used_bytes(uuid: str) -> int:
-    """Return the used memory of a GPU with other processes and the driver's reserve. Callers use only differences."""
+    """Return a GPU's used memory, including the driver's reserve. Callers use only differences between two results."""
     with driver.session() as nvml:
         if nvml is None:
             raise ClusterError(f"NVML no longer answers for {uuid}; check the driver with nvidia-smi")
@@ -195,7 +195,7 @@ def _condition(nvml: Any, uuid: str, sysfs: Path) -> DeviceCondition:
     clocks_mhz = ask("ClockInfo", driver.CLOCK_SM), ask("MaxClockInfo", driver.CLOCK_SM)
     clocks_hz = [None if mhz is None else mhz * 1_000_000 for mhz in clocks_mhz]
     pci, processes = ask("PciInfo"), ask("ComputeRunningProcesses") or ()
-    # NVML's `00000000:3B:00.0` is sysfs' `0000:3b:00.0`.
+    # NVML writes a PCI address as `00000000:3B:00.0`, sysfs as `0000:3b:00.0`.
     address = driver.text(pci.busId).lower()[-len("0000:3b:00.0") :] if pci else ""
     nic, nic_distance = nearest_nic(address, sysfs)
     used_bytes = None
@@ -232,7 +232,7 @@ def _condition(nvml: Any, uuid: str, sysfs: Path) -> DeviceCondition:
 
 
 def nearest_nic(address: str, sysfs: Path) -> tuple[str, Nearness | None]:
-    """Return the NIC nearest to a PCI device, and the distance. InfiniBand ports that are up come before interfaces.
+    """Return the NIC nearest to a PCI device, and the distance; InfiniBand ports that are up come before Ethernet.
 
     The distance is None if sysfs shows neither a common path nor NUMA nodes.
     """
@@ -325,7 +325,7 @@ def await_memory(
     full = [device for device in host.devices if device.kind == "cuda"]
     try:
         while True:
-            # Memory in use beyond the memory that each device held before the warm-up.
+            # Bytes that each device holds in excess of its used memory before the warm-up.
             before = {device: device.memory_total_bytes - device.memory_free_bytes for device in full}
             excess = {device: used_bytes(device.uuid) - held for device, held in before.items()}
             full = [device for device in full if excess[device] > BUSY_TOLERANCE_BYTES]

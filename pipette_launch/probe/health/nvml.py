@@ -27,7 +27,7 @@ UNKNOWN_RESERVE_BYTES = 1 << 30
 """Assumed memory that a driver reserves: measured 0.3 to 0.8 GiB on idle A100, H100 and H200, up to 1 GiB on B200 and
 B300."""
 HIDDEN = ("NVMLError_NoPermission", "NVMLError_OperatingSystem")
-"""Errors for the handle of a device that a control group hides (nvml.h, nvmlReturn_t 4 and 17)."""
+"""NVML's error codes for the handle of a device that a control group (cgroup) hides (nvml.h, nvmlReturn_t 4 and 17)."""
 
 
 class Memory(NamedTuple):
@@ -36,7 +36,7 @@ class Memory(NamedTuple):
     total_bytes: int
     free_bytes: int
     held_bytes: int
-    """Bytes that processes have allocated, without the driver's own reserve."""
+    """Bytes that processes have allocated on the device, without the driver's own reserve."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class LoadReading:
     sm_clock_hz: float
     sm_clock_max_hz: float
     power_w: float
-    """Mean power over the last second (nvml.h, nvmlDeviceGetPowerUsage)."""
+    """Mean power of the GPU over the last second (nvml.h, nvmlDeviceGetPowerUsage)."""
     clock_reasons: tuple[str, ...]
 
 
@@ -67,7 +67,7 @@ def session() -> Iterator[Any]:
 
 
 def query(nvml: Any, function_name: str, *arguments: Any) -> Any | None:
-    """Call a function of NVML; None if the binding, the driver or the device does not support it."""
+    """Call a function of NVML; returns None if the binding, the driver or the device lacks this function."""
     function = getattr(nvml, function_name, None)
     try:
         return function(*arguments) if function else None
@@ -76,7 +76,7 @@ def query(nvml: Any, function_name: str, *arguments: Any) -> Any | None:
 
 
 def clock_reasons(nvml: Any, handle: Any) -> tuple[str, ...] | None:
-    """Return the reasons for a device's clock, as names in `CLOCK_REASONS`; None if the device reports no reasons."""
+    """Return the reasons for a device's clock frequency, as names in `CLOCK_REASONS`; None if not reported."""
     bits = query(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle)
     if bits is None:
         bits = query(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle)

@@ -1,18 +1,18 @@
 """Pure functions that find faulty hosts, devices and links, from driver figures and from measurements.
 
-Links differ for good reasons: islands joined by slow links, tiers of a fat tree, hosts with slower NICs. In every such
-network the rate between two hosts is the rate of the narrowest point on the way, so a detour over a third host is not
-faster than the direct link: b[i, j] >= min(b[i, k], b[k, j]). So a link that is much slower than its best detour is
-faulty. If many links are slower than their detours, rates differ at random, as on the internet, so no link is
-suspected.
+Links differ for good reasons: islands joined by slow links, tiers of a fat tree, hosts with slower NICs. In such a
+network the narrowest point on the way sets the rate between two hosts. So a detour over a third host is not faster than
+the direct link: b[i, j] >= min(b[i, k], b[k, j]). So a link that is much slower than its best detour is faulty. If many
+links are slower than their detours, rates differ at random, as on the internet, so no link is suspected.
 
-The links of a slow host obey this inequality too, so hosts are compared by their best links. Some faults look like
-intended differences: slow links between two racks, or a single host behind a narrow uplink. With two hosts, only the
-two directions can be compared. A suspicion must be measured again before it becomes a verdict.
+Detours to a slow host are as slow as its direct links, so hosts are compared by their best links. Some faults look like
+intended differences and are not found: slow links between two racks, or a single host behind a narrow uplink. With two
+hosts, only the two directions can be compared. A suspicion must be measured again before it becomes a verdict.
 
-Three rules avoid false alarms about drivers. An idle device saves power, so its PCIe generation and clock are ignored.
-Of the driver's reasons for a clock, only reasons that hold the clock down count. If most peers share a deviation, the
-machines are built or run that way, so the deviation is a note and not a fault (`is_sick` of a Verdict is False).
+Three rules avoid false alarms from the reports of drivers. An idle device saves power, so its PCIe generation and clock
+are ignored. A driver gives reasons for a clock frequency, and only reasons that hold the clock down count. If most
+peers share a deviation, the machines are built or run that way, so the deviation is a note and not a fault (`is_sick`
+of a Verdict is False).
 """
 
 # H = hosts, S = slots, host by host; row sends to column; nan = not measured; logarithms are natural.
@@ -36,25 +36,25 @@ Matrix = NDArray[np.float64]
 Vector = NDArray[np.float64]
 Pair = tuple[int, int]
 
-SUSPECT_RATIO = 0.8  # A link below this share of its peers' rate is measured again
-FAULT_RATIO = 0.75  # Below this share of the peers' rate, two measurements together show a fault
-RANDOM_SCALE = 0.2  # Links that scatter by more than this (logarithm) around their detours differ at random
-MOST_SHARE = 0.25  # If more than this share of hosts or slots is slow, they are another type, not faulty
-SUSPECT_SCALES = 2.0  # A link that is slower than its peers by this number of scatters is measured again
-FALSE_ALARMS = 2e-4  # Chance that two measurements together name any link of a healthy cluster as faulty
+SUSPECT_RATIO = 0.8  # A link below this share of its peers' rate is measured again.
+FAULT_RATIO = 0.75  # A link is faulty if two measurements together are below this share of its peers' rate.
+RANDOM_SCALE = 0.2  # If ln(link / detour) scatters by more, links differ at random, and none is suspected.
+MOST_SHARE = 0.25  # If more than this share of hosts or slots is slow, the slow ones are not counted as faulty.
+SUSPECT_SCALES = 2.0  # A link is measured again if it is slower than its peers by this number of scatters.
+FALSE_ALARMS = 2e-4  # Accepted chance that any link of a healthy cluster is called faulty.
 MIN_SCALE = 0.02
 FEW = 12  # With fewer links or hosts, the scatter cannot be estimated, so `FEW_SCALE` is used
 FEW_SCALE = 0.12
 DETOUR_SHARE = 0.15
-"""Share of the variance of ln(link rate / detour rate) that comes from the detours. Measuring only the link again does
-not reduce this share."""
+"""Share of the variance of ln(link rate / detour rate) that comes from the detours. Measuring the link again, but not
+its detours, does not reduce this share."""
 MOST_LINKS = 4
 MOST_LINKS_SHARE = 1 / 16
 """If more links than `MOST_LINKS` and more than this share of all links are slow, the network is built that way, so
 these links are no faults."""
-ALIKE_SCATTERS = 4.0  # Detours that differ by less than this number of scatters count as equally good
-MAX_DETOURS = 64  # Number of a sender's fastest links that are tried as detours
-RETRIED_LINKS = 3  # A slow host is measured again on this number of links in each direction
+ALIKE_SCATTERS = 4.0  # Detours that differ by less than this number of scatters count as equally good.
+MAX_DETOURS = 64  # Number of a sender's fastest links that are tried as detours.
+RETRIED_LINKS = 3  # A slow host is measured again on this number of links in each direction.
 SUSPECT_SPEED = {"cuda": 0.92, "cpu": 0.75}
 FAULT_SPEED = {"cuda": 0.9, "cpu": 0.7}
 MIN_SLOT_SCALE = {"cuda": 0.01, "cpu": 0.05}
@@ -131,8 +131,8 @@ def confirmed_links(bandwidth_HH: Matrix, again_HH: Matrix, *, times: int = 1) -
     """Return the links that all measurements together show as slow, worst first; without links of slow hosts.
 
     Each entry of `again_HH`, the second measurement, is the geometric mean of `times` measurements. If measurements
-    scatter by 10 %, a single second measurement finds half of the links at 0.6 of their peers' rate. Three second
-    measurements find four of five such links (bench_health).
+    scatter by 10 %, one second measurement detects half of the links that run at 0.6 of their peers' rate. The mean of
+    three second measurements detects four of five links at 0.6 of their peers' rate (bench_health).
     """
     known, second = _links(bandwidth_HH), _links(again_HH)
     excess, scale = _excess(known)
@@ -166,7 +166,7 @@ def confirmed_hosts(bandwidth_HH: Matrix, again_HH: Matrix) -> tuple[SlowHost, .
         usual = _centre(best)
         for host in _slow_hosts(first):
             together = (best[host] + best_again[host]) / 2
-            # Comparisons with nan are false.
+            # Without a second measurement (nan), this comparison is false.
             if best_again[host] - usual < math.log(SUSPECT_RATIO) and together - usual < math.log(FAULT_RATIO):
                 found.append(SlowHost(host, direction, math.exp(together), math.exp(usual)))
     return tuple(found)
@@ -190,8 +190,7 @@ def suspect_slots(
         usual = np.array([_centre(values) for values in others])
         lag = logs - usual
         count, scale = int(np.isfinite(lag).sum()), MIN_SLOT_SCALE[device_kind]
-        # The scatter of few slots cannot be estimated from these slots: of two slots, a slow slot would be half of the
-        # scatter.
+        # The scatter of few slots cannot be estimated, because a slow slot would itself be a large part of the scatter.
         if count >= FEW:
             scale = max(scale, _scatter(lag, 0.0))
         slow = (lag > -math.log(SUSPECT_SPEED[device_kind])) & (lag > SUSPECT_SCALES * scale)
@@ -207,7 +206,7 @@ def confirmed_slots(
     found = []
     for slot, usual_s in suspect_slots(seconds_S, device_kind=device_kind, alike_S=alike_S).items():
         together_s = math.sqrt(seconds_S[slot] * again_S[slot])
-        # Comparisons with nan are false.
+        # Without a second measurement (nan), this comparison is false.
         slow_again = usual_s / again_S[slot] < SUSPECT_SPEED[device_kind]
         if slow_again and usual_s / together_s < FAULT_SPEED[device_kind]:
             found.append(SlowSlot(slot, together_s, usual_s))
@@ -215,7 +214,7 @@ def confirmed_slots(
 
 
 def _links(bandwidth_HH: Matrix) -> Matrix:
-    """Return a copy with nan for every missing rate and on the diagonal."""
+    """Return a copy of the rates with nan for every missing rate and on the diagonal."""
     rates = np.array(bandwidth_HH, dtype=np.float64)
     np.fill_diagonal(rates, np.nan)
     rates[~(rates > 0)] = np.nan
@@ -226,7 +225,7 @@ def _detours(known_HH: Matrix, scatter: float) -> Matrix:
     """Return the usual rate of the best detours over one other host; nan if no detour was measured.
 
     The best of many noisy detours is the best by chance. So the result is the median of the detours that are equally
-    good within `scatter`. With two hosts the opposite direction replaces the detours.
+    good within `scatter`. With two hosts there are no detours, so each link is compared with the opposite direction.
     """
     if len(known_HH) == 2:
         return np.array(known_HH.T)
@@ -263,9 +262,9 @@ def _excess(known_HH: Matrix) -> tuple[Matrix, float]:
 
 
 def _needed(excess_HH: Matrix, times: int) -> float:
-    """Return how many scatters below its peers a link must be, so that the link is faulty and not slow by chance."""
+    """Return the limit, in scatters below its peers, at which a link counts as faulty and not as slow by chance."""
     count = max(1, int(np.isfinite(excess_HH).sum()))
-    # The scale is estimated from the links, and may be too small with few links.
+    # The scatter is estimated from the links. With few links the estimate may be too small, so the limit is higher.
     doubt = 1 + 1.5 / math.sqrt(count) if count >= FEW else 1.0
     left = math.sqrt((1 - DETOUR_SHARE) / (1 + times) + DETOUR_SHARE)
     return -NormalDist().inv_cdf(FALSE_ALARMS / count) * left * doubt
@@ -314,7 +313,7 @@ class _PlacedDevice(NamedTuple):
     def verdict(
         self, kind: VerdictKind, figure: str, advice: str = "", peers: str = "", *, is_sick: bool = True
     ) -> Verdict:
-        """Return a verdict on this device; without advice, the advice is to start without the host."""
+        """Return a verdict on this device; the default advice is to start without the device's host."""
         return Verdict(
             kind=kind,
             host=self.host,
@@ -329,7 +328,7 @@ class _PlacedDevice(NamedTuple):
 def judge(hosts: Sequence[Host], conditions: Sequence[Sequence[DeviceCondition]]) -> tuple[Verdict, ...]:
     """Compare the driver reports of all devices before the job, and return the verdicts, faults first.
 
-    `conditions` are by host, then by device in the order of the local ranks; empty = not known.
+    `conditions` has the driver reports by host, then by device in the order of the local ranks; empty = unknown.
     """
     devices = [
         _PlacedDevice(host.name, index, *figures)
@@ -408,7 +407,7 @@ def exclude(*hosts: str) -> str:
 def _busy(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
     for one in peers:
         condition, used = one.condition, one.condition.used_bytes or 0
-        # In a container NVML hides the size, or the whole process. Then the device's used memory counts.
+        # In a container NVML may hide a process or the size of its memory. Then all used memory of the device counts.
         held = [(holder, used if holder.used_bytes is None else holder.used_bytes) for holder in condition.holders]
         named = [
             (f"process {holder.pid} ({holder.name}) holds {bytes_text(size)}", size)

@@ -1,8 +1,8 @@
 """Times collectives on the groups of slots that plans use.
 
 All groups of a dimension run at the same time, as in training, so the times contain contention between them. On CPUs
-every collective directly follows some computing, as in training. One processor then sends, adds and computes, so a busy
-rank waits for the processor and for its peers. On GPUs several calls run in a row between two CUDA events, because
+every collective directly follows some computing, as in training. On a CPU the same core sends, adds and computes, so a
+busy rank waits for its core and for its peers. On GPUs several calls run in a row between two CUDA events, because
 training hides launches and waits of the host.
 """
 
@@ -24,29 +24,29 @@ from pipette_launch.probe.instruments import QueuedCalls, await_device
 from pipette_launch.probe.lockstep import Budget, Clock, Lockstep
 from pipette_launch.probe.messages import GroupSamples, WarmupOrder, WorkerResult
 
-COLLECTIVES_SHARE = 0.9  # After this share of the budget no further dimension (set of equal groups) begins
+COLLECTIVES_SHARE = 0.9  # After this share of the budget, no timing of another dimension (set of equal groups) begins
 ELEMENT_BYTES = 4
 COMPUTED_S = 2e-3
-"""Processor time (s) spent before each collective on CPUs. On hosts of 0.45 cores, a message of 164 kB took 1.7 ms
-without computing before. The message took 4.3 to 5.1 ms after 2, 5 or 15 ms of computing, and about 6 ms in
-training."""
+"""Processor time (s) spent before each collective on CPUs. On hosts with 0.45 of a core, a message of 164 kB from an
+idle rank took 1.7 ms. A message of 164 kB took 4.3 to 5.1 ms after computing, and about 6 ms in training."""
 SMALL_BYTES, MORE_REPEATS = 256 << 10, 2
 """On CPUs, collectives up to 256 KiB are repeated twice as often, because short collectives scatter most."""
-MOST_CALLS, CALLS_S = 16, 10e-3  # A value on a GPU is the mean of up to 16 calls, of 10 ms together
+MOST_CALLS, CALLS_S = 16, 10e-3  # One value on a GPU is the mean of up to 16 calls, together at most 10 ms
 DEADLINE_SHARE = 0.8
-"""A worker gives up after this share of the time limit. At the limit NCCL's watchdog would end the worker without a
-reason."""
+"""A worker stops waiting for a collective after this share of the time limit. At the full limit, NCCL's watchdog would
+end the worker without an error message."""
 REACH_REPEATS, REACH_S, REACH_SHARE = 3, 1.5, 0.5
-"""The largest tensors of plans, above all gradients, may be many times the largest message between stages. So one size
-near the largest tensors is timed too: the largest size of which 3 repeats fit into 1.5 s and into half of the time
-left. (On links of 100 MB/s, times up to 2 MB predicted 110 to 171 ms for an all-gather of 20 MB, which took 169 ms.)"""
+"""The largest tensors of plans, above all gradients, may be many times the largest message between stages. So one
+larger size is timed too. Three repeats of this size must fit into 1.5 s and into half of the time left. (Without a
+larger size, predictions for an all-gather of 20 MB on links of 100 MB/s were 110 to 171 ms. The all-gather took 169
+ms.)"""
 REACH_LIMIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-REACH_LEAST = 2  # A size below this multiple of the largest message is not worth timing
+REACH_LEAST = 2  # The larger size is timed only if it is at least this multiple of the largest size so far
 Call: TypeAlias = Callable[[], object]
 
 
 def padded_bytes(size_bytes: int, group_size: int) -> int:
-    """Round a size up, so that every member's share is a whole number of elements."""
+    """Round a tensor size up, so that every member's share is a whole number of elements."""
     step = ELEMENT_BYTES * group_size
     return -(-size_bytes // step) * step
 
@@ -54,11 +54,11 @@ def padded_bytes(size_bytes: int, group_size: int) -> int:
 def measure(
     options: WarmupOrder, dimensions: Sequence[Dimension], *, first: int = 0, lockstep: Lockstep, budget: Budget
 ) -> tuple[WorkerResult, int]:
-    """Time each kind of collective of each dimension; every rank makes this call, even a rank in no group.
+    """Time collectives on each dimension (set of equal groups); every rank calls this, even a rank in no group.
 
-    The most important dimensions come first, and the first dimension is timed in any case. `first` is the index of the
-    first dimension in the samples. Returns samples, with notes on what could not be measured, and the number of groups
-    that this worker opened. Groups stay open until the group of all ranks is closed.
+    The most important dimensions come first, and the first dimension is timed even without time left. The samples count
+    dimensions from `first`. Returns samples, with notes on what could not be measured, and the number of groups that
+    this worker opened. Process groups stay open until the group of all ranks is closed.
     """
     found: list[GroupSamples] = []
     notes: list[str] = []
@@ -92,7 +92,7 @@ def measure(
 
 
 def _open(members: tuple[int, ...], options: WarmupOrder) -> dist.ProcessGroup:
-    """Open a group for a dimension; every rank opens a group, alone if it has no peers, and closes no group.
+    """Open this rank's process group of a dimension; a rank without peers opens a group of its own. Groups stay open.
 
     With local synchronisation torch names a group by its members and by the number of groups that this process has
     open. So all ranks must have opened the same number of groups, or members would wait under different names. A closed
@@ -127,12 +127,12 @@ class _Timer:
         self.timed: dict[int, Samples] = {}
         """Times of the collective, by the size of the full tensor in bytes."""
         self.refused = ""
-        """Reason if the backend lacks this collective, the same on all members; else empty."""
+        """Error text if the backend lacks this collective, the same on all members; else empty."""
 
     def time(self, asked_bytes: int, repeats: int | None = None) -> None:
         """Time the collective with one size; all ranks make this call with the same size.
 
-        With `repeats`, only the first call is a warm-up; None = repeats and warm-ups of the order.
+        If `repeats` is given, only the first call is a warm-up; None = the numbers in the warm-up order.
         """
         size_bytes = padded_bytes(asked_bytes, max(self._size, 1))
         device, action = self._options.device_kind, None
@@ -141,7 +141,7 @@ class _Timer:
             self.refused = _first_try(action)
         action = None if self.refused else action
         try:
-            # Ranks without a group, or with a refused collective, come here too, because other groups wait for all
+            # Ranks without a group, or with a refused collective, make this call too, because other groups wait for all
             # ranks.
             slowest_of_all(0.0, device, self._limit_s)
             value_s = _on_cpu if self._queued is None else self._on_gpu(action, self._queued)
@@ -157,8 +157,8 @@ class _Timer:
     def _on_gpu(self, action: Call | None, queued: QueuedCalls) -> Callable[[Call], float]:
         """Return a function that times several calls in a row by CUDA events; all ranks use the same number of calls.
 
-        The time of a single call on the slowest rank decides the number of calls. Then untimed calls in a row show for
-        how long devices must be kept busy.
+        The time of a single call on the slowest rank decides the number of calls. Untimed calls in a row then show how
+        long other work must keep the devices busy.
         """
         before_s = time.perf_counter()
         if action is not None:
@@ -177,7 +177,8 @@ class _Timer:
         if not self.timed:
             return 0
         known_bytes, samples = list(self.timed.items())[-1]
-        # On GPUs two calls precede the values, and an untimed call precedes each of these calls and values.
+        # On GPUs two test calls come before the values, and one untimed call comes before each test call and each
+        # value.
         calls = REACH_REPEATS + 1 if self._queued is None else 2 * (REACH_REPEATS + 2)
         allowed_s = min(REACH_S, REACH_SHARE * budget.left_s(COLLECTIVES_SHARE)) / calls
         affordable = int(known_bytes * allowed_s / samples.median_s)
@@ -186,7 +187,7 @@ class _Timer:
 
 
 def slowest_of_all(seconds: float, device_kind: str, timeout_s: float, clock: Clock = time.perf_counter) -> float:
-    """Return the largest of all ranks' numbers, by a one-element all-reduce; on a GPU, TimeoutError at the deadline."""
+    """Return the largest of all ranks' numbers, by an all-reduce; on a GPU, raises TimeoutError at the deadline."""
     largest = torch.tensor([seconds], dtype=torch.float64, device=device_kind)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     if device_kind == "cuda":
@@ -208,7 +209,7 @@ def _action(kind: CollectiveKind, elements: int, size: int, *, group: dist.Proce
 
 
 def _first_try(action: Call) -> str:
-    """Run a first collective, which opens connections; returns why the backend lacks this collective, else ''."""
+    """Run a first collective, which opens connections; returns the error if the backend lacks it, else ''."""
     try:
         action()
     except (NotImplementedError, RuntimeError, ValueError) as error:

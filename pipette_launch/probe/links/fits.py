@@ -21,7 +21,7 @@ from pipette_launch.probe.messages import GroupSamples, LinkSamples, WarmupOrder
 from pipette_launch.text import rate_text
 
 MAX_SEND_ENTRIES = 4096
-"""If more pairs were measured, only unstable pairs have an entry of their own. The matrices have all pairs."""
+"""If more pairs were measured, only unstable pairs get their own entry in the results. The matrices have all pairs."""
 UNEVEN_RAILS = 0.10  # If more pairs were measured, rails are stored only if their rates differ by more than this share
 
 
@@ -30,8 +30,8 @@ def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Line:
 
     The slope is the median over all pairs of sizes, weighted by the distance between the two sizes. The latency is the
     time of the smallest message without the time of its bytes. A least-squares fit of the relative error gave 755
-    Mbit/s for a 300 Mbit/s link whose middle size was disturbed. If time does not grow with size, the line is
-    pessimistic: the smallest time is the latency, and the largest message's whole time is its transfer time.
+    Mbit/s for a 300 Mbit/s link whose middle size was disturbed. If time does not grow with size, a pessimistic line is
+    used. Its latency is the smallest time, and its transfer time is the largest message's whole time.
     """
     # A smaller message takes no longer than a larger one. Times that contradict this rule are corrected first.
     # Otherwise the disturbance would count as latency, and the link would look infinitely fast.
@@ -55,7 +55,7 @@ class LinkFit(NamedTuple):
     """Relative spread of the times of the largest message."""
     sizes_bytes: tuple[int, ...]
     together: Line | None = None
-    """Fitted line of the times until the last rail had finished; None if there is one rail."""
+    """Fitted line of the times until the last rail (pair of devices) had finished; None if there is one rail."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -108,8 +108,8 @@ def host_fits(fits: Mapping[Pair, LinkFit], devices_per_host: int) -> dict[Pair,
 
     Every transfer between two stages, and every ring that spans hosts, has a part on each rail and ends with the last
     rail. Rails that share a wire get uneven parts of the wire. So the median of the rails' own lines would be too fast,
-    and the slowest line would be too slow by chance. Rails measured together have the same line; otherwise the slowest
-    rail counts.
+    and the slowest line would be too slow by chance. Rails that were measured together share one line; otherwise the
+    line of the slowest rail counts.
     """
     found: dict[Pair, LinkFit] = {}
     for (source, target), fit in fits.items():
@@ -174,7 +174,7 @@ def found_links(
     """Turn the samples of all workers into matrices of links.
 
     A link that was not measured in this warm-up is taken from an earlier warm-up, or estimated. Raises ProbeError if no
-    link between hosts, or none within a host, was measured.
+    link between hosts, or no link within a host, was measured.
     """
     book = LinkBook.of(link for result in results for link in result.links)
     best, size, num_hosts = book.best(), options.devices_per_host, len(options.hosts)
@@ -220,7 +220,7 @@ def _by_pair(values: Mapping[Pair, float], num_hosts: int, missing: float) -> ND
 
 
 def _rails(fits: Mapping[Pair, LinkFit], hosts: Mapping[Pair, LinkFit], size: int) -> tuple[RailRates, ...]:
-    """Return the rates of the rails of every pair of hosts; with many pairs, only of uneven rails."""
+    """Return the rates of the rails of every pair of hosts; with many pairs of hosts, only if rails differ."""
     found = []
     for a, b in sorted(hosts):
         slots = [(a * size + rail, b * size + rail) for rail in range(size)]
@@ -250,7 +250,8 @@ def _alike(lines: Mapping[Pair, Line], members: Iterable[int]) -> dict[Pair, Lin
     """Return the median line for all pairs of slots that share the same cores.
 
     No slot is bound to a core, so no pair is nearer than another. The measured lines differ only because slots had to
-    wait for a core. With separate lines, a ring that avoids one slow pair was predicted nine times as fast as measured.
+    wait for a core. With one line for each pair, a ring that avoids one slow pair was predicted nine times as fast as
+    measured.
     """
     pairs = list(permutations(members, 2))
     known = [lines[pair] for pair in pairs if pair in lines]
@@ -278,7 +279,7 @@ def _unstable(fits: Mapping[Pair, LinkFit], options: WarmupOrder) -> tuple[str, 
 
 
 def group_times(dimensions: Sequence[Dimension], results: Sequence[WorkerResult]) -> tuple[CollectiveTime, ...]:
-    """Return the line of the median group for each kind of collective and dimension, ranked by the largest message."""
+    """Return one line for each dimension and kind of collective: the line with the median time at the largest size."""
     seen: dict[tuple[str, int], dict[int, GroupSamples]] = {}
     for result in results:
         for samples in result.collectives:

@@ -2,9 +2,9 @@
 
 Pairs are measured in rounds of disjoint pairs. Links that look slow are measured again.
 
-All ranks must agree on the next messages. So a round is a sequence of steps. Before each step every sender computes how
-many messages of each size the sender still wants (`Tally`). A small all-reduce then takes the largest of these numbers
-over the rails of a pair. A round ends when no sender wants more messages.
+All ranks must agree on the next messages. So all ranks run a round as the same sequence of steps. Before each step
+every sender computes how many messages of each size the sender still wants (`Tally`). A small all-reduce then takes the
+largest of these numbers over the rails of a pair. A round ends when no sender wants more messages.
 
 All rails (pairs of equal device index) of a pair of hosts are measured together. Every message begins on all rails at
 once, and the time of the hosts ends when the last rail has finished. Tensor-parallel ranks of a pipeline stage send to
@@ -46,25 +46,26 @@ from pipette_launch.probe.messages import MIN_SIZES, TINY_BYTES, LinkSamples, Wa
 
 Group: TypeAlias = tuple[Pair, ...]
 """Pairs of slots that are measured together: all rails of a pair of hosts, or one pair of devices in the same host."""
-FIRST_BYTES = 64 << 10  # Larger messages are sent only after a message of this size was timed
-EXCHANGES, EXCHANGED_BYTES = 8, 1 << 20  # A value on a GPU is the mean of up to 8 exchanges, of 1 MiB together
-LEAD_S = 2e-3  # Time before each value on a GPU, in which the device is kept busy while the host queues the exchanges
-GROWTH = 16  # A size is sent only after a size at least 1/16 as large was timed
-TINY_REPEATS = 4  # Factor by which tiny messages are repeated more often, because their times scatter most
+FIRST_BYTES = 64 << 10  # Larger messages are sent only after a message of this size was timed.
+EXCHANGES, EXCHANGED_BYTES = 8, 1 << 20  # One value on a GPU is the mean of up to 8 exchanges, together 1 MiB.
+LEAD_S = 2e-3  # Seconds for which a GPU is kept busy before each value, while the host queues the exchanges.
+GROWTH = 16  # A message size is sent only after a size at least 1/16 as large was timed.
+TINY_REPEATS = 4  # Tiny messages are sent 4 times as often, because their times scatter most.
 WARM_BYTES = 256 << 10
 MAX_WARMUPS = 4
 MIN_VALUES, MAX_VALUES = 3, 24
 TARGET_SPREAD = 0.04
-"""Values with a smaller relative spread are not repeated: even if three of five values are disturbed, the result is at
-most 9 % too slow."""
+"""If the relative spread of the values is smaller, no more values are measured. Even if three of five values are
+disturbed, the result is then at most 9 % too slow."""
 PARTNER_SHARE = 0.8
-"""Share of the deadline in which a partner must answer. A rank that can name the silent partner then fails first."""
-LINKS_SHARE = 0.7  # Links may be timed until this share of the budget is spent; the rest is for collectives
-MAX_DECISIONS = 32  # Rank 0 checks at most 32 times whether time is left, because every rank then reads the store
+"""Share of the deadline in which a partner must answer. So the rank that waits for a silent partner fails first and can
+name the partner."""
+LINKS_SHARE = 0.7  # Links may be timed until this share of the budget is spent; collectives get the rest.
+MAX_DECISIONS = 32  # Rank 0 checks the time left at most 32 times, because each check makes every rank read the store.
 LEAST_DIRECTION_S = {"cpu": 0.1, "cuda": 0.02}
 MOST_DIRECTION_S = 1.0
-AGREE = 1.25  # Two measurements agree if the later one is faster by at most this factor
-MAX_MEASUREMENTS = 4  # Most measurements of the first links inside hosts
+AGREE = 1.25  # Two measurements of a link agree if the later one is faster by at most this factor.
+MAX_MEASUREMENTS = 4  # Largest number of times that the first links inside hosts are measured.
 
 
 def ladder(sizes_bytes: Sequence[int]) -> tuple[int, ...]:
@@ -79,7 +80,7 @@ def num_exchanges(size_bytes: int) -> int:
 
 
 def sending_order(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (index of a size, messages in a row) in passes over all sizes, the largest first.
+    """Return (index of a size, messages in a row) for several passes over all sizes, each pass from large to small.
 
     With passes, a disturbance of a second affects one or two values of every size, instead of all values of one size.
     Only tiny messages (index 0) follow each other in a row.
@@ -145,7 +146,8 @@ class Tally:
     """Number of values of each size before their spread is computed."""
     warmups: int
     bound_s: float
-    """Time limit of this direction in seconds. The least number of messages is sent even if they take longer."""
+    """Time limit of this direction in seconds. At least MIN_VALUES messages of a size are timed, even beyond this
+    limit."""
     is_queued: bool = False
     """True if each value is a mean of `num_exchanges` exchanges, as on GPUs."""
     warm_s: list[list[float]] = field(init=False)
@@ -173,8 +175,9 @@ class Tally:
     def wish(self) -> tuple[int, ...]:
         """Return the number of messages of each size that should follow; all 0 = no more messages are needed.
 
-        Warm-ups come first, from small to large, up to the first size for which no time is left. Then up to `repeats`
-        values follow if they fit into the time. The number of values doubles while the values still scatter.
+        Warm-ups come first, from small to large, up to the first size for which no time is left. After the warm-ups, up
+        to `repeats` timed messages of each size follow if they fit into the time. The number of timed messages doubles
+        while their times still scatter.
         """
         return self._next_warmups() or self._next_values() or (0,) * len(self.sizes)
 
@@ -301,7 +304,7 @@ class LinkMeter:
     def _round(self, groups: Sequence[Group]) -> list[LinkSamples]:
         """Measure both directions of all pairs; the lower slots send first. Returns this rank's samples as a sender."""
         mine = next(((index, pair) for index, group in enumerate(groups) for pair in group if self._rank in pair), None)
-        # All ranks return from this call together.
+        # All ranks return from `largest` together, and so begin the round together.
         self.largest(0.0)
         tally = Tally(
             sizes=self.sizes,
@@ -336,7 +339,7 @@ class LinkMeter:
         Without common steps, rails that share a wire drift apart, so each rail finds the wire free while other rails
         pause.
 
-        `mine` is the index of this rank's group, and this rank's pair in the group. A receiver has no tally.
+        `mine` is the index of this rank's group, and this rank's pair in the group. Receivers pass no `tally`.
         """
         has_rails = any(len(group) > 1 for group in groups)
         while True:
@@ -367,7 +370,7 @@ class LinkMeter:
                         tally.add(index, seconds, slowest[mine[0]][0] if index else seconds)
 
     def _largest(self, wishes: torch.Tensor) -> list[list[float]]:
-        """Return for each group the largest numbers of its rails; all ranks return from this call at the same time."""
+        """Return for each group the largest message counts of its rails; all ranks return from this call together."""
         shared = wishes.to(self.options.device_kind)
         with self._deadline("the others"):
             self._finish([dist.all_reduce(shared, op=dist.ReduceOp.MAX, async_op=True)], self.options.wait_s())
@@ -375,7 +378,7 @@ class LinkMeter:
         return largest
 
     def largest(self, number: float) -> float:
-        """Return the largest of all ranks' numbers; every rank calls this."""
+        """Return the largest of all ranks' numbers; every rank must make this call."""
         return self._largest(torch.tensor([[number]], dtype=torch.float64))[0][0]
 
     def _message(self, index: int, pair: Pair, *, is_sender: bool) -> float:
@@ -489,9 +492,9 @@ def measure(
 
 
 def in_turns(between: Sequence[Round], within: Sequence[Round]) -> list[tuple[bool, int, Round]]:
-    """Alternate rounds between hosts and rounds within hosts: (true if between hosts, number from 1, pairs).
+    """Return rounds between hosts and within hosts in turns, as (true if between hosts, number from 1, pairs).
 
-    If the budget runs out, both kinds then have some measurements.
+    If the time budget runs out early, both kinds of rounds then have some measurements.
     """
     turns: list[tuple[bool, int, Round]] = []
     for number, (outer, inner) in enumerate(zip_longest(between, within), start=1):
@@ -505,9 +508,9 @@ def settled(
 ) -> tuple[LinkSamples, ...]:
     """Measure links until two measurements in a row agree; returns the fastest measurement of each link.
 
-    On a virtual machine that had been idle for a minute, the first large messages inside hosts took two to four times
-    as long as a few seconds later (5 MB: 39 to 113 MB/s, later 140 to 330). The first measurement may thus be slow, for
-    an unknown reason.
+    On a virtual machine that had been idle for a minute, the first messages of 5 MB inside hosts ran at 39 to 113 MB/s.
+    A few seconds later, messages of 5 MB ran at 140 to 330 MB/s. So the first measurement of a link may be too slow;
+    the cause is unknown.
 
     `largest` returns the largest of all ranks' numbers. `has_time` returns the same answer on every rank.
     """

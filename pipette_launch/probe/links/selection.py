@@ -5,7 +5,7 @@ With few hosts, every pair is measured. With many hosts, about 30 rounds of thre
 1. Blind rounds: a random sample, before any link is known.
 2. Scouting rounds, if no scheduler names the switches: pairs that show which hosts share fast links.
 3. Plan rounds: the adviser (the planner's process) plans with all links, and the links that its plans use are measured.
-Then the adviser plans again.
+With the new links the adviser plans again.
 
 Links that were not measured are estimated. The first plans use optimistic estimates, so these plans try links that may
 be fast, and such links are then measured. The last plan uses likely estimates, so this plan mostly uses measured links.
@@ -34,7 +34,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Pair = tuple[int, int]
 Round = tuple[Pair, ...]
-Place = tuple[str, ...]  # Names of the switches above a host, outermost first; empty if not known
+Place = tuple[str, ...]  # Names of the switches above a host, outermost first; empty if unknown
 
 
 class Line(NamedTuple):
@@ -50,30 +50,30 @@ Measure = Callable[[Sequence[Round]], Lines]
 Advise = Callable[[Links], Sequence[Pair]]
 """Function that plans with given links, and returns the host pairs that the plans use, most important first."""
 
-MOST_ROUNDS = 30  # Most blind, scouting and plan rounds together
-PASS_ROUNDS = 5  # Most plan rounds between two plans: a ring and a path through every host need 4 links of each host
-LEAST_ROUNDS = 2  # With fewer rounds left, the adviser does not plan again
-SCOUTING_SHARE = 0.8  # Scouting rounds take at most this share of the rounds that are left after the blind rounds
-LEAST_SCOUTS = 0.05  # Scouting ends if fewer than this share of the hosts are in an untested pair
-BLIND_SCOUTING_ROUNDS = 4  # Most scouting rounds with random pairs, while no groups of near hosts are visible
-CHANGED = 0.10  # A cached link has changed if its time per byte differs by more than this share
+MOST_ROUNDS = 30  # Limit for all blind, scouting and plan rounds together.
+PASS_ROUNDS = 5  # Limit of plan rounds before the next plan; a ring plus a path need 4 links of each host.
+LEAST_ROUNDS = 2  # With fewer rounds left, the adviser does not plan again.
+SCOUTING_SHARE = 0.8  # Scouting rounds take at most this share of the rounds left after the blind rounds.
+LEAST_SCOUTS = 0.05  # Scouting ends if fewer than this share of the hosts are in an untested pair.
+BLIND_SCOUTING_ROUNDS = 4  # Limit of scouting rounds with random pairs, while no groups of near hosts are visible.
+CHANGED = 0.10  # A cached link counts as changed if its time per byte differs by more than this share.
 STALE, STALE_LEAST = 0.25, 2
 """All cached links are discarded if more than 25 % of the links measured again have changed, and at least 2 links. A
-single changed link says nothing about other links."""
+single changed link is no reason to doubt the other links."""
 
 GRID, BLUR = 0.005, 0.01
 """Step of the histogram of links and width of its smoothing kernel, in log bandwidth. A few percent of noise must not
 look like a tier of switches."""
-VALLEY = 0.5  # Two tiers differ if the density of links between the tiers is below this share of the lower peak
-LEAST_LINKS, LEAST_SEEN = 6, 200  # Fewest links of a tier, and fewest links in total for inferring tiers
-FAR_SHARE = 0.1  # A group is split only if more than this share of the links inside the group are far
+VALLEY = 0.5  # Two tiers of links differ if the density between them is below this share of the lower peak.
+LEAST_LINKS, LEAST_SEEN = 6, 200  # Least number of links in a tier, and of all links for inferring tiers.
+FAR_SHARE = 0.1  # A group of hosts is split only if more than this share of its links are far.
 MOST_LEVELS = 3
 SMALL = 0.3  # A group smaller than this share of the usual group is dissolved into the group with the best links to it
 SEVERAL = 3
 SURE = 2  # Majority of far or near links that decides about two groups, because one link may be disturbed
 
-HOST_QUANTILE = 0.75  # A host's rate is this quantile of its links, as slow links may be due to the other host
-SHRINKAGE = 2.0  # The estimated factor of a host with n measured links counts n / (n + SHRINKAGE)
+HOST_QUANTILE = 0.75  # A host's rate is this quantile of its links' rates: a slow link may be due to the other host.
+SHRINKAGE = 2.0  # The log factor of a host with n measured links is multiplied by n / (n + SHRINKAGE).
 SWEEPS = 3
 OPTIMISTIC_QUANTILE = 0.9  # Optimistic estimates equal this quantile of the measured links of a tier
 
@@ -117,12 +117,12 @@ def rounds_of(pairs: Iterable[Pair], *, most: int | None = None) -> tuple[Round,
 
 
 def blind_rounds(num_hosts: int, places: Sequence[Place], count: int, rng: np.random.Generator) -> tuple[Round, ...]:
-    """Draw at most `count` rounds before anything is measured; no pair comes twice.
+    """Choose at most `count` rounds of host pairs before any link is measured; no pair comes twice.
 
     If switches are known, every other round stays below the innermost switches, because plans use near links most. The
-    rounds between take the higher tiers in turn. If switches are unknown, pairs are random, or neighbours in the order
-    of the hosts, because host names often follow the racks. Then only half of the rounds are drawn, because scouting
-    rounds choose better pairs.
+    other rounds take the higher tiers of switches in turn. If switches are unknown, pairs are random, or neighbours in
+    the order of the hosts, because host names often follow the racks. Large jobs with unknown switches draw only half
+    of the rounds, because scouting rounds choose better pairs.
     """
     groups = switch_groups(num_hosts, places)
     tier_HH = tiers_between(num_hosts, groups)
@@ -194,7 +194,7 @@ class Grouping(NamedTuple):
 
 
 def groupings_of(num_hosts: int, lines: Lines) -> tuple[Grouping, ...]:
-    """Infer groups of near hosts from few measured links, widest first; each grouping divides the one before.
+    """Infer groupings of near hosts from few measured links; each grouping splits the groups of the grouping before.
 
     Being near is transitive, and near hosts have the same distance to every other host. So one link between two groups
     is evidence about all their members.
@@ -243,7 +243,7 @@ def scouting_round(num_hosts: int, lines: Lines, rng: np.random.Generator) -> Ro
 
 
 def lowest_level(log_N: Floats) -> float | None:
-    """Return the log bandwidth between far and near links, at the lowest valley of their density; None = no valley."""
+    """Return the log bandwidth between far and near links: the lowest valley of their density; None = no valley."""
     if len(log_N) < LEAST_SEEN:
         return None
     grid = np.arange(log_N.min() - 4 * BLUR, log_N.max() + 4 * BLUR, GRID)
@@ -299,7 +299,7 @@ def _grouped(num_hosts: int, one_N: Ints, other_N: Ints, near_N: NDArray[np.bool
 def _with_small_groups_dissolved(group_H: Ints, outer_H: Ints, one_N: Ints, other_N: Ints, log_N: Floats) -> Ints:
     """Put hosts of small groups into the large group with the best links to them, inside the same outer group.
 
-    A host is in a small group if all links of a slow host look far, or if only far links of the host were measured.
+    A slow host may end in a small group, because all its links look far. A host with only far measured links may too.
     """
     count = int(group_H.max()) + 1
     size_C = np.bincount(group_H, minlength=count)
@@ -325,7 +325,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(num_hosts: int, lines: Lines, places: Sequence[Place] = ()) -> Estimate:
-    """Estimate the links that were not measured: bandwidth = tier of switches * f(sender, receiver).
+    """Estimate the links that were not measured: bandwidth = rate of the switch tier * f(sender, receiver).
 
     All parameters are quantiles of logarithms, because each host has few measured links, and some of these links are
     disturbed.
@@ -398,7 +398,8 @@ class Pass(NamedTuple):
     """Result of one scouting round, or of the rounds that measure the links in one answer of the adviser."""
 
     new: int
-    """Number of wanted pairs that were measured. Other wanted pairs were known, or did not fit into the rounds."""
+    """Number of wanted pairs that were measured. The other wanted pairs were known already, or did not fit into the
+    rounds."""
     rounds: int
     is_scouting: bool = False
 
@@ -420,7 +421,7 @@ class Survey:
     """True if the plans use only links that were measured in this warm-up."""
 
     def __post_init__(self) -> None:
-        # Pairs that this warm-up has measured, or could not measure.
+        # Pairs that this warm-up has tried to measure, with or without success.
         self._done: set[Pair] = set() if self.is_cached else {ordered(pair) for pair in self.lines}
 
     @property
@@ -522,11 +523,11 @@ def survey(
     allows: Callable[[], bool] = lambda: True,
     seed: int = 0,
 ) -> Survey:
-    """Scout, then measure links that plans use, until all of these links are measured, or rounds or time are spent.
+    """Run scouting rounds, then plan rounds until all links of the plans are measured or no rounds or time are left.
 
-    `known` has links in both directions and is not empty. If `known` is cached from an earlier warm-up, plans use these
-    links without optimism and may measure them again. Otherwise the rounds of `known` count towards `most_rounds`.
-    `allows` returns whether there is time for more rounds.
+    `known` has links in both directions and is not empty. If `known` is cached from an earlier warm-up, estimates are
+    not optimistic, and links of `known` may be measured again. If `known` is new, the rounds that measured `known`
+    count towards `most_rounds`. `allows` returns whether there is time for more rounds.
     """
     found, left = Survey(num_hosts=num_hosts, lines=dict(known), places=places, is_cached=is_cached), most_rounds
     if not is_cached:

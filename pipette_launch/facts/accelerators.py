@@ -16,10 +16,10 @@ from pipette_launch.text import GIB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """The connection from one device to another: seconds = latency_s + bytes / bytes_per_s."""
+    """Link from one device to another. A message takes latency_s + bytes / bytes_per_s seconds."""
 
     latency_s: float
-    """Seconds of latency of one message, or of one step of a collective."""
+    """Latency in seconds of one message, or of one step of a collective."""
     bytes_per_s: float
     """Bandwidth in one direction while no other device uses the link."""
     shared_by: int = 1
@@ -32,7 +32,7 @@ class Link:
 
     @property
     def fair_bytes_per_s(self) -> float:
-        """Bandwidth of each device when all devices send."""
+        """Bandwidth of each device if all devices of the link send at the same time."""
         return self.bytes_per_s / self.shared_by
 
 
@@ -40,13 +40,14 @@ class Link:
 class Efficiency:
     """Shares of the peak rates that a device reaches.
 
-    A matrix product of m x n x k reaches `matmul_share` / (1 + `half_size` * (1/m + 1/n + 1/k)) of the peak. This is a
-    roofline in which products and memory traffic do not overlap: half_size / peak is half the time to move one element.
+    A matrix product of m x n x k reaches `matmul_share` / (1 + `half_size` * (1/m + 1/n + 1/k)) of the peak. The
+    formula is a roofline in which products and memory traffic do not overlap. Moving one element takes 2 * half_size /
+    peak seconds.
     """
 
     matmul_share: float
     half_size: float
-    """Length of one dimension at which a product reaches half of `matmul_share`, if the other two are very long."""
+    """Length of a dimension at which a product reaches half of `matmul_share`, if both other dimensions are long."""
     attention_share: float
     """Share of the peak that the matrix products of flash attention reach."""
     memory_share: float
@@ -56,10 +57,16 @@ class Efficiency:
     scan_share: float | None = None
     """Share of the memory bandwidth that the scan kernels of Mamba-2 layers reach. None = `memory_share`."""
     narrow_shares: dict[str, float] = field(default_factory=dict)
-    """Share of the peak that products in `fp8` or `fp4` reach, by format. Other formats have `matmul_share`."""
+    """Share of the peak that products in `fp8` or `fp4` reach, by format.
+
+    Products in other formats reach `matmul_share`.
+    """
     step_s: float = 0.0
-    """Seconds of the host in each step while the device waits: from the gradient norm, for which Megatron waits, to
-    the first kernels of the next step (clipping, the optimizer's loops, logging, the batch)."""
+    """Seconds in each step in which the device waits for the host.
+
+    The wait begins when Megatron reads the gradient norm, and ends with the first kernels of the next step. Meanwhile
+    the host clips gradients, runs the optimizer's loops, logs, and loads the batch.
+    """
 
     def __post_init__(self) -> None:
         shares = {name: getattr(self, name) for name in ("matmul_share", "attention_share", "memory_share")}
@@ -87,12 +94,12 @@ class DeviceSpec:
     between_hosts: Link
     efficiency: Efficiency
     source: str
-    """Origin of the device's figures, one sentence."""
+    """Origin of the device's figures, as one sentence."""
     devices_per_host: int = 8
     exponentials_per_s: float = math.inf
     """Exponentials per second of all special function units, which compute the softmax of attention."""
     domain_hosts: int = 1
-    """Number of hosts in one NVLink domain. Links between these hosts are as fast as `within_host`."""
+    """Number of hosts in one NVLink domain. Links between hosts of one domain are as fast as `within_host`."""
     host_bytes_per_s: float = 0.0
     """Bandwidth to pinned memory of the host, in each direction, while all devices of a host copy. 0 = unknown."""
     compute_capability: int | None = None
@@ -118,10 +125,10 @@ Words = tuple[str, ...]
 _NOISE = set("NVIDIA TESLA GEFORCE GPU TENSOR CORE GENERATION VOLTA TURING AMPERE GRACE HOPPER SUPERCHIP".split())
 """Words in device names that do not identify a device."""
 _ONE_WORD = (
-    # RTX4090, RTXPRO6000 and H100SXM5 become several words.
+    # Names such as RTX4090, RTXPRO6000 and H100SXM5 are split into words.
     (re.compile(r"\b([GR]TX)(?=[A\dP])"), r"\1 "),
     (re.compile(r"(?<=\d)(?=SXM|PCIE|NVL\b|ADA\b)|(?<=\bPRO)(?=\d)"), " "),
-    # 80 GB, 80G and 80GiB become one word.
+    # The memory sizes 80 GB, 80G and 80GiB become the word 80GB.
     (re.compile(r"\b(\d+) ?(?:GB?|GIB)\b"), r"\1GB"),
 )
 _CAPABILITIES = {
@@ -133,7 +140,7 @@ _CAPABILITIES = {
     (8, 0): r"A2|A10|A10G|A16|A30|A40|A100|A800|RTX A\d{3,4}|A[456][05]00|(RTX )?30[5-9]0|ORIN",
     (7, 0): r"V100S?|T4G?|TITAN (RTX|V)|GV100|RTX 20[678]0|RTX [3-8]000",
 }
-"""Least compute capability of a chip, by patterns of the chip's name. The first matching pattern decides."""
+"""Patterns of chip names, by compute capability (major, least minor). The first matching pattern counts."""
 _CHIP = {capability: re.compile(rf"(?<!\S)({chips})(?!\S)") for capability, chips in _CAPABILITIES.items()}
 
 
@@ -146,22 +153,22 @@ def words_of(name: str) -> Words:
 
 
 def compute_capability(name: str) -> int | None:
-    """Return the major number of a GPU's compute capability by the name of its chip. None for an unknown chip.
+    """Return the major number of a GPU's compute capability by the chip's name, or None for an unknown chip.
 
-    Parts of a device (MIG), laptops and other memory sizes have the capability of their chip.
+    MIG partitions, laptop GPUs and cards with other memory sizes have the compute capability of their chip.
     """
     capability = chip_capability(name)
     return capability and capability[0]
 
 
 def chip_capability(name: str) -> tuple[int, int] | None:
-    """Return the capability (major, least minor) of a GPU by the name of its chip. None for an unknown chip."""
+    """Return the compute capability (major, least minor) of a GPU by the chip's name, or None for an unknown chip."""
     plain = " ".join(words_of(name))
     return next((capability for capability, chip in _CHIP.items() if chip.search(plain)), None)
 
 
 class _Host(NamedTuple):
-    """Links of a device in its usual host."""
+    """Links of a device in the host in which the device is usually sold."""
 
     within: tuple[float, float]
     """Latency in us and bandwidth in GB/s of the link to another device of the host."""
@@ -184,22 +191,24 @@ def _scaled(usual: Efficiency, matmul_share: float) -> Efficiency:
     )
 
 
-# Seconds of each kernel: in Megatron-LM's functional tests on A100 and H100, one layer and micro-batch with hidden size
-# 512 takes 3 to 6 ms. CUDA itself needs 5 us, and the trainer's Python the rest. Seconds of each step: the time that
-# kernels do not explain in the same tests (`benchmarks.validation.host`).
+# `launch_s`: one layer with hidden size 512 takes 3 to 6 ms for a micro-batch in Megatron-LM's functional tests on A100
+# and H100. CUDA needs 5 us to launch a kernel, and the trainer's Python needs the rest. `step_s`: time of a step in the
+# same tests that kernels do not explain (`benchmarks.validation.host`).
 _DGX_A100 = partial(Efficiency, launch_s=50e-6, step_s=48e-3)
 _DGX_H100 = partial(Efficiency, launch_s=50e-6, step_s=31e-3)
-# Blackwell's faster memory does not help the Triton scan kernels: a share of 0.32 is as fast as 0.76 on an H100.
+# Blackwell's faster memory does not help the Triton scan kernels. A share of 0.32 gives the same speed as 0.76 on an
+# H100.
 _ANY_BLACKWELL = partial(_DGX_H100, attention_share=0.45, memory_share=0.75, scan_share=0.32, half_size=192)
-# A dense product at full clock exceeds the power limit of Hopper and Blackwell, so both reach less of the nominal peak.
-# FP8 and FP4: products in TransformerEngine's own benchmark of one dense layer, on H200 NVL and B300.
+# A dense product at full clock exceeds the power limit of Hopper and Blackwell, so both generations reach a smaller
+# share of the nominal peak. The shares of FP8 and FP4 come from TransformerEngine's own benchmark of one dense layer,
+# on H200 NVL and B300.
 _HOPPER = _DGX_H100(
     matmul_share=0.72, narrow_shares={"fp8": 0.68}, attention_share=0.40, memory_share=0.76, half_size=128
 )
 _GENERATIONS = {
     "VOLTA": _DGX_A100(matmul_share=0.75, attention_share=0.41, memory_share=0.8, half_size=64),
     "AMPERE": _DGX_A100(matmul_share=0.80, attention_share=0.54, memory_share=0.8, half_size=64),
-    # Cards with 300 W: NVIDIA states 90 % of the speed of the SXM module with 400 W.
+    # NVIDIA states that cards with 300 W reach 90 % of the speed of the SXM module with 400 W.
     "AMPERE_300_W": _DGX_A100(matmul_share=0.72, attention_share=0.48, memory_share=0.8, half_size=64),
     "ADA": _DGX_H100(matmul_share=0.85, attention_share=0.61, memory_share=0.85, half_size=64),
     "HOPPER": _HOPPER,
@@ -212,19 +221,20 @@ _GENERATIONS = {
 }
 """Shares of the peak rates that devices of a generation usually reach."""
 
-# GB/s in each direction between a device and its host: 80 % of the nominal rate of 16 lanes of PCIe 3, 4 and 5, and of
-# half a Grace's NVLink-C2C, which two devices share.
+# Bandwidth in GB/s between a device and its host, in each direction. PCIE3, PCIE4 and PCIE5 are 80 % of the nominal
+# rate of 16 lanes. C2C is 80 % of half the NVLink-C2C of a Grace CPU, because two devices share this link.
 PCIE3, PCIE4, PCIE5, C2C = 12.5, 25.0, 50.0, 180.0
 NVLINK3 = (6.5, 230.0)
 NVLINK4 = (4.0, 360.0)
 NVLINK5 = (4.0, 720.0)
-# NVLinks: A800 has 8 of the 12 of A100, and H800 has 8 of the 18 of H100.
+# A800 has 8 NVLinks and A100 has 12. H800 has 8 NVLinks and H100 has 18.
 NVLINK_400_AMPERE = (6.5, 153.0)
 NVLINK_400_HOPPER = (4.0, 160.0)
 HDR = (10.0, 24.0, 1)
 NDR = (10.0, 47.0, 1)
 XDR = (10.0, 94.0, 1)
-# In all-gathers of 256 MB on 8 to 64 nodes, each step of the ring takes 37 to 61 us for any message size.
+# Latency of EFA: in all-gathers of 256 MB on 8 to 64 nodes, each step of the ring takes 37 to 61 us in addition to the
+# transfer of the bytes.
 EFA = (45.0, 47.0, 1)
 _TO_CARD = "a card of {} Gbit/s for each device"
 _RACK = "18 trays of 4 devices in one NVLink domain, "
@@ -245,7 +255,7 @@ _HOSTS = {
     "HGX_B300": _Host(NVLINK5, PCIE5, XDR, _TO_CARD.format(800)),
     "NVL72_B200": _Host(NVLINK5, C2C, NDR, _RACK + _TO_CARD.format(400), 4, 18),
     "NVL72_B300": _Host(NVLINK5, C2C, XDR, _RACK + _TO_CARD.format(800), 4, 18),
-    # NVLink bridges between two or four PCIe cards are ignored.
+    # The figures ignore NVLink bridges between two or four PCIe cards.
     "SERVER3": _Host((8.0, 10.0), PCIE3, (10.0, 12.0, 4), "PCIe, 2 cards of 100 Gbit/s for 8"),
     "SERVER4": _Host((8.0, 20.0), PCIE4, (10.0, 23.0, 4), _SERVER),
     "SERVER5": _Host((8.0, 40.0), PCIE5, (10.0, 23.0, 4), _SERVER),
@@ -260,11 +270,12 @@ def _device(row: Mapping[str, str]) -> DeviceSpec:
 
     `matmul_share` of PCIe cards comes from public tests (github.com/mag-/gpu_benchmark,
     github.com/zzc0721/torch-performance-test-data), minus 7 %, because A100 and H100 are 7 % slower in training than in
-    such tests. Cards without a test (A10, A30, A40, L20, H200-NVL) have the share of a similar chip. L4 cannot hold its
-    clock for long, because its power limit is 72 W. GeForce cards have 0.85, because short tests run above the clock of
-    the data sheet. `multiprocessors` is doubled for Blackwell Ultra, whose multiprocessors have 32 special function
-    units instead of 16. `half_tflops` is dense, with accumulation in FP32, which halves the rate of GeForce cards.
-    `memory_gib` is the memory that torch reports, without the memory that driver and ECC use.
+    such tests. Cards without a public test (A10, A30, A40, L20, H200-NVL) have the `matmul_share` of a similar chip. L4
+    cannot hold its clock for long, because its power limit is 72 W. GeForce cards have a `matmul_share` of 0.85,
+    because short tests run above the clock of the data sheet. `multiprocessors` is doubled for Blackwell Ultra, whose
+    multiprocessors have 32 special function units instead of 16. `half_tflops` is the 16-bit peak without sparsity and
+    with accumulation in FP32, which halves the rate of GeForce cards. `memory_gib` is the memory that torch reports,
+    without the memory that driver and ECC use.
     """
     host, generation = _HOSTS[row["host"]], row["generation"]
     half = float(row["half_tflops"])
@@ -292,5 +303,9 @@ def _device(row: Mapping[str, str]) -> DeviceSpec:
 
 
 ROWS = table("pipette_launch.facts", "devices")
-"""Table of NVIDIA's devices. Column `chip` has the words of every name, and `other_words` the words of some names."""
+"""Table of NVIDIA's devices.
+
+Column `chip` has words that occur in every name of a device. Column `other_words` has words that occur only in some
+names.
+"""
 NVIDIA_DEVICES = tuple(map(_device, ROWS))

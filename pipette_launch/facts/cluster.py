@@ -1,7 +1,7 @@
 """Hosts, devices and links of a job, and the order of ranks on the devices of a host."""
 
-# H = hosts, D = devices of one host, S or W = slots (all devices of all hosts, host by host), K = placements. A
-# placement gives the RANK of each slot.
+# Array axes: H = hosts, D = devices of one host, S or W = slots (all devices of all hosts, host by host), K =
+# placements. A placement gives the RANK of each slot.
 
 from __future__ import annotations
 
@@ -63,16 +63,19 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True, init=False, eq=False)
 class Links:
-    """Latency and bandwidth between n hosts or devices, as read-only n x n matrices: the row sends to the column.
+    """Latency and bandwidth between n hosts or devices, as read-only n x n matrices (row = sender, column = receiver).
 
-    Both diagonals are 0.
+    Both matrices have 0 on the diagonal.
     """
 
     latency_s: Matrix
     bandwidth_bytes_per_s: Matrix
 
     def __init__(self, *, latency_s: MatrixLike, bandwidth_bytes_per_s: MatrixLike) -> None:
-        """Copy both matrices. FactError if a matrix is not n x n, or if a number is impossible."""
+        """Copy both matrices.
+
+        FactError if a matrix is not n x n, a latency is negative, or a bandwidth is not above 0.
+        """
         size = len(latency_s)
         matrices = [_matrix(rows, size) for rows in (latency_s, bandwidth_bytes_per_s)]
         for name, matrix in zip(("latency_s", "bandwidth_bytes_per_s"), matrices, strict=True):
@@ -119,7 +122,7 @@ class Links:
 
     @cached_property
     def extremes(self) -> tuple[tuple[int, int], ...]:
-        """(sender, receiver) of the links with least and greatest bandwidth. Empty for a single host or device."""
+        """The links with least and greatest bandwidth, as (sender, receiver). Empty for a single host or device."""
         if self.size < 2:
             return ()
         rates, diagonal = self.bandwidth_bytes_per_s.ravel(), np.eye(self.size, dtype=bool).ravel()
@@ -143,7 +146,7 @@ def _matrix(rows: MatrixLike, size: int) -> Matrix:
 
 
 class HostsOfJob:
-    """Numbers that follow from the hosts of a job. All hosts have the same number of devices of one kind."""
+    """Counts and device kind of a job's hosts. All hosts have the same number of devices of one kind."""
 
     __slots__ = ()
     hosts: tuple[Host, ...]
@@ -155,7 +158,7 @@ class HostsOfJob:
 
     @property
     def num_slots(self) -> int:
-        """S, the number of ranks."""
+        """Number of slots S, which is also the number of ranks."""
         return len(self.hosts) * self.devices_per_host
 
     @property
@@ -170,13 +173,13 @@ class Cluster(HostsOfJob):
 
     hosts: tuple[Host, ...]
     between_hosts: Links
-    """Links between hosts as H x H matrices, for one device while all devices of both hosts exchange messages."""
+    """Links between the H hosts, for one device while all devices of both hosts exchange messages."""
     within_host: tuple[Links, ...]
-    """Links between the devices of a host as D x D matrices, one entry for each host."""
+    """Links between the D devices of a host, one entry for each host."""
     slot_speed: tuple[float, ...]
     """Compute speed of each slot relative to the median slot."""
     imagined: DeviceSpec | None = field(default=None, hash=False, metadata=ADDED_LATER)
-    """Type of all devices if the user only described the machines. None for real hosts."""
+    """Type of all devices if the user only described the machines. None if the hosts are real."""
 
     def __post_init__(self) -> None:
         sizes = {len(host.devices) for host in self.hosts}
@@ -197,12 +200,12 @@ class Cluster(HostsOfJob):
 
     @property
     def memory_bytes(self) -> int:
-        """Least free memory of any slot."""
+        """Free memory of the device that has the least free memory."""
         return min(device.memory_free_bytes for host in self.hosts for device in host.devices)
 
     @property
     def keeps_residues(self) -> bool:
-        """True on CUDA: RANKs of one host need different remainders modulo the devices of a host (`search.slots`)."""
+        """True on CUDA, where the RANKs of one host must differ modulo the devices of a host (`search.slots`)."""
         return self.device_kind == "cuda"
 
     def host_of(self, slot: int) -> int:
@@ -210,7 +213,7 @@ class Cluster(HostsOfJob):
         return slot // self.devices_per_host
 
     def slot_name(self, slot: int) -> str:
-        """Return host and local device of a slot: `node17:3`."""
+        """Return the name of a slot, which has host and local device: `node17:3`."""
         return f"{self.hosts[self.host_of(slot)].name}:{slot % self.devices_per_host}"
 
 
@@ -218,10 +221,11 @@ Ints = NDArray[np.int64]
 
 
 def in_device_order(placement_KW: ArrayLike, devices: int, order_D: Sequence[int] | None = None) -> Ints:
-    """Sort the ranks of each host, or put the ranks on the host's devices in a given order. No rank changes its host.
+    """Sort the ranks of each host, or put the ranks on the host's devices in a given order.
 
-    `placement_KW` is one placement, or an array with one placement in each row. `order_D` has the devices for the ranks
-    of a host, beginning with the lowest rank. None = in device order.
+    Each rank stays on its host. `placement_KW` is one placement, or an array with one placement in each row. `order_D`
+    lists the devices for the ranks of a host, beginning with the lowest rank. If `order_D` is None, a higher device
+    gets a higher rank.
     """
     ranks = np.asarray(placement_KW, dtype=np.int64)
     sorted_KHD = np.sort(ranks.reshape(*ranks.shape[:-1], -1, devices), axis=-1)
@@ -231,7 +235,7 @@ def in_device_order(placement_KW: ArrayLike, devices: int, order_D: Sequence[int
 
 
 def shared_order(placement: ArrayLike, devices: int) -> tuple[int, ...] | None:
-    """Return the devices of a host's ranks, beginning with the lowest rank. None if two hosts differ in this order."""
+    """Return the devices of a host's ranks, beginning with the lowest rank. None if two hosts use different orders."""
     order_HD = np.argsort(np.asarray(placement).reshape(-1, devices), axis=1)
     return tuple(order_HD[0].tolist()) if (order_HD == order_HD[0]).all() else None
 

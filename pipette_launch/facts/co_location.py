@@ -1,17 +1,19 @@
 """Ranks that must share a host or an NVLink domain, and the domains of a job's hosts.
 
-A group that must share a host or a domain has successive ranks in both of Megatron's rank orders: a tensor-parallel
-group begins at a multiple of tp, and an expert group (EP and ETP together) at a multiple of ep*etp. Every plan on GPUs
-has LOCAL_RANK = RANK modulo the devices of a host, as Userbuffers, DeepEP and HybridEP expect.
+A group that must share a host or an NVLink domain has successive ranks in both of Megatron's rank orders. A
+tensor-parallel group begins at a multiple of tp, and an expert group (EP and ETP together) at a multiple of ep*etp.
+Every plan on GPUs has LOCAL_RANK = RANK modulo the number of devices of a host, as Userbuffers, DeepEP and HybridEP
+expect.
 
 - Userbuffers (`--tp-comm-overlap`, TransformerEngine from 2.2 on): each tensor-parallel group lies inside a host.
 - DeepEP (`--moe-token-dispatcher-type flex`): RANK / 8 within the expert group is the network rank, and RANK % 8 is the
-  NVLink rank. So each 8 successive ranks lie inside a host, or the whole group if it has fewer than 8 ranks.
+  NVLink rank. So each block of 8 successive ranks lies inside a host. A group of fewer than 8 ranks lies inside a host
+  as a whole.
 - HybridEP and NCCL EP (`--moe-flex-dispatcher-backend`): the same rule as for DeepEP, with the number of ranks of an
   NVLink domain instead of 8. An expert group has the same number of ranks in each domain in which it has ranks.
 """
 
-# H = hosts, S = slots, B = blocks, K = ranks of a block.
+# Array axes: H = hosts, S = slots, B = blocks, K = ranks of a block.
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ BY_DOMAIN = {"hybridep": "HybridEP", "ncclep": "NCCL EP"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankBlock:
-    """Demand that each `size` successive ranks, counted from rank 0, lie inside one host or one NVLink domain."""
+    """Demand that each block of `size` successive ranks, counted from rank 0, lies inside one host or NVLink domain."""
 
     size: int
     within: Literal["host", "domain"]
@@ -57,7 +59,7 @@ class RankBlock:
 
     @property
     def inside(self) -> str:
-        """Description of the place, `a host` or `an NVLink domain`."""
+        """Place that must hold a whole block: `a host` or `an NVLink domain`."""
         return "a host" if self.within == "host" else "an NVLink domain"
 
     @property
@@ -93,7 +95,7 @@ class Domains:
 
     @property
     def domain_devices(self) -> frozenset[int]:
-        """The different sizes of the NVLink domains, in devices."""
+        """Sizes of the NVLink domains in devices, each different size once."""
         return frozenset(count * self.devices_per_host for count in Counter(self.domain_H).values())
 
     def first(self, num_hosts: int) -> Domains:
@@ -104,7 +106,8 @@ class Domains:
     def split(self, blocks: Sequence[RankBlock], placement: ArrayLike) -> RankBlock | None:
         """Return the first block whose ranks a placement (RANK of each slot) puts into several hosts or domains.
 
-        None if there is no such block. Blocks within domains pass if the domains are unknown.
+        None if each block stays inside one host or domain. Blocks within domains are not checked if the domains are
+        unknown.
         """
         slot_R = np.argsort(np.asarray(placement), axis=None)
         for block in blocks:
@@ -120,7 +123,10 @@ class Domains:
 
 @lru_cache(maxsize=4)
 def _linked_hosts(links: Links, least_bytes_per_s: float) -> tuple[int, ...]:
-    """Return the index of each host's NVLink domain. Two hosts share a domain if their link has this bandwidth."""
+    """Return the index of each host's NVLink domain.
+
+    Two hosts share a domain if their link has at least the given bandwidth.
+    """
     near_HH = links.bandwidth_bytes_per_s >= least_bytes_per_s
     domain_H = np.full(links.size, -1)
     for host in range(links.size):
@@ -132,7 +138,10 @@ def _linked_hosts(links: Links, least_bytes_per_s: float) -> tuple[int, ...]:
 
 
 def blocks_of(model: ModelSpec, options: PerformanceOptions, layout: Layout, domains: Domains) -> tuple[RankBlock, ...]:
-    """Return the blocks of a layout on GPUs. LayoutError if no host or domain is large enough for a block."""
+    """Return the blocks of ranks that must stay together under a layout on GPUs.
+
+    LayoutError if blocks do not fill hosts or domains.
+    """
     found = [tensor_block(options, layout.tp, domains)]
     if model.num_experts:
         found.append(expert_block(options, layout.ep * layout.etp, domains))
@@ -140,7 +149,10 @@ def blocks_of(model: ModelSpec, options: PerformanceOptions, layout: Layout, dom
 
 
 def tensor_block(options: PerformanceOptions, tp: int, domains: Domains) -> RankBlock | None:
-    """Return the block of tensor parallelism, or None. LayoutError if no host is large enough for the block."""
+    """Return the block that keeps a tensor-parallel group inside a host, or None.
+
+    LayoutError if blocks do not fill a host.
+    """
     if not options.tp_comm_overlap or tp == 1:
         return None
     flag = flag_of("tp_comm_overlap")
@@ -152,7 +164,7 @@ def tensor_block(options: PerformanceOptions, tp: int, domains: Domains) -> Rank
 def expert_block(options: PerformanceOptions, group: int, domains: Domains) -> RankBlock | None:
     """Return the block of the flex dispatcher for expert groups of ep*etp ranks, or None.
 
-    LayoutError if no host or domain is large enough for the block.
+    LayoutError if blocks do not fill hosts or domains, or if DeepEP has no settings for the group.
     """
     if options.moe_token_dispatcher_type != "flex" or group == 1:  # noqa: S105  this token is text
         return None
@@ -172,7 +184,8 @@ def _block_in_a_domain(asked_by: str, group: int, domains: Domains) -> RankBlock
     sizes, kind = domains.domain_devices, "expert-parallel"
     if not sizes:
         return None
-    # A group that fits into a host stays there at no cost: links inside a host and inside a domain are equally fast.
+    # A group that fits into a host stays inside a host. This rule costs no time, because links inside a host and inside
+    # a domain are equally fast.
     if domains.devices_per_host % group == 0:
         return RankBlock(size=group, within="host", kind=kind, asked_by=asked_by)
     size = group if len(sizes) > 1 else min(group, *sizes)

@@ -22,7 +22,7 @@ from pipette_launch.text import rate_text
 
 DOMAIN = "NVLink domain"
 MOST_NAMED = 4
-"""Largest number of slow hosts that a sentence names."""
+"""Largest number of slow hosts that a message names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,9 +39,9 @@ class Tier:
     share: float | None = field(default=None, metadata=ADDED_LATER)
     """Share of the bandwidth that remains when all devices send: 0.5 behind switches with 2:1 oversubscription."""
     bandwidth_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
-    """Bandwidth of one device when all devices send. A tier with this figure has no `share`."""
+    """Bandwidth of one device when all devices send. A tier with a stated bandwidth has no `share`."""
     latency_s: float | None = field(default=None, metadata=ADDED_LATER)
-    """Latency of the tier in seconds. None = the latency of the link."""
+    """Latency of the tier in seconds. None = the latency of the device's card or NVLink."""
 
     def __post_init__(self) -> None:
         group, share, bandwidth, latency = self.hosts_per_group, self.share, self.bandwidth_bytes_per_s, self.latency_s
@@ -81,7 +81,7 @@ class Tier:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FabricSpec:
-    """A file that describes a network. The innermost tier that two hosts share gives the link between them.
+    """A file that describes a network. The innermost tier that two hosts share gives the link between the two hosts.
 
     Each bandwidth is the bandwidth of one device in one direction while all devices send. A device type with an NVLink
     domain (`DeviceSpec.domain_hosts`) adds this domain, unless the file has a tier with `link: nvlink`.
@@ -90,9 +90,9 @@ class FabricSpec:
     KIND: ClassVar[str] = "fabric"
 
     source: str
-    """Origin of the network's figures, one sentence. Plans repeat the sentence."""
+    """Origin of the network's figures, as one sentence that plans repeat."""
     tiers: tuple[Tier, ...]
-    """Levels of the network, the smallest groups of hosts first. The last tier holds all hosts."""
+    """Levels of the network, the smallest groups of hosts first. The last tier contains all hosts of the job."""
     hosts: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
     """Names of the hosts in torchrun's order, as plans for real hosts need them. Empty = host0, host1 and so on."""
     network_factor: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
@@ -120,7 +120,7 @@ class FabricSpec:
                 )
 
     def host_names(self, num_hosts: int) -> tuple[str, ...]:
-        """Return the names of the hosts. FactError if the file names another number of hosts."""
+        """Return the names of the hosts. FactError if the file names more or fewer hosts than the job has."""
         if not self.hosts:
             return made_up_names(num_hosts)
         if len(self.hosts) != num_hosts:
@@ -173,8 +173,8 @@ class FabricSpec:
         """Return the number of hosts that a job gets from each NVLink domain.
 
         Schedulers that know the domains give a job the same number of hosts in each domain (SLURM's `--segment`), so
-        that groups of ranks need not cross domains. The result is the largest equal share. If that is below half of a
-        domain or does not divide another tier, the job fills whole domains one after the other.
+        that groups of ranks need not cross domains. The result is the largest equal share. If the equal share is below
+        half of a domain or does not divide another tier, the job fills whole domains one after the other.
         """
         whole = device.domain_hosts
         if num_hosts is None or num_hosts <= whole or any(tier.groups for tier in self.tiers):
@@ -184,7 +184,7 @@ class FabricSpec:
         return whole if crosses or 2 * share < whole else share
 
     def domain_words(self, device: DeviceSpec, num_hosts: int) -> str:
-        """Return a sentence on the assumed share of each NVLink domain. Empty if nothing is assumed."""
+        """Return a sentence on the assumed number of hosts in each NVLink domain. Empty if nothing is assumed."""
         if self.tiers_on(device) == self.tiers or num_hosts <= device.domain_hosts:
             return ""
         share, whole = self._domain_share(device, num_hosts), device.domain_hosts
@@ -212,7 +212,7 @@ class FabricSpec:
 
 UNIFORM = FabricSpec(source="All links between hosts are assumed to be equal.", tiers=(Tier(name="network"),))
 BUILT_IN = ("uniform", "fat-tree-2:1", "fat-tree-4:1")
-"""Names of built-in networks that messages list. A built-in network needs no file."""
+"""Names of built-in networks, which need no file. Messages list these names."""
 LEAF_HOSTS = 32
 """Number of hosts of a scalable unit in NVIDIA's reference designs for DGX H100 and later."""
 
@@ -244,7 +244,7 @@ def _factors_H(factors: Mapping[str, float], names: Sequence[str], what: str) ->
 
 
 def _groups_H(tier: Tier, names: Sequence[str]) -> NDArray[np.int64]:
-    """Return the index of each host's group. A host without a group forms its own group."""
+    """Return the index of each host's group in a tier. A host without a group forms its own group."""
     if not tier.groups:
         return np.arange(len(names)) // (tier.hosts_per_group or len(names))
     group_H = len(tier.groups) + np.arange(len(names))

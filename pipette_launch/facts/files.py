@@ -37,7 +37,8 @@ def check_numbers(
 ) -> None:
     """Raise an error that names the first of the named fields below a limit, and the value of this field.
 
-    `limit` has the field's own unit, and `above` forbids the limit itself. A field with the value None passes.
+    `limit` has the field's own unit. If `above` is true, a value equal to the limit is an error too. A field with the
+    value None passes.
     """
     for name in names:
         value = getattr(fact, name)
@@ -46,11 +47,14 @@ def check_numbers(
 
 
 ADDED_LATER = {"added_later": True}
-"""Metadata of a field that files of earlier releases lack. Such a file gives the field its default."""
+"""Metadata of a field that files of earlier releases lack.
+
+When such a file is read, the missing field gets its default.
+"""
 SCHEMA_VERSION = 1
-"""Version of every kind of document. A format that changes its meaning needs a new version."""
+"""Version of every kind of document. A change in the meaning of a field needs a new version."""
 MOST_BYTES = 256 << 20
-"""Largest file in bytes that is parsed: a cluster.json with all links of 2,000 hosts."""
+"""Size limit of parsed files in bytes, enough for a cluster.json with all links of 2,000 hosts."""
 MOST_INTEGER = 1 << 63
 LARGEST = 1e100
 """Largest number in a file, so that the product of two numbers stays finite."""
@@ -82,7 +86,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: Any, value: Any, where: str) -> Any:
-    """Build an object of type `kind` from the result of `json.loads`. A FileFormatError names `where`.
+    """Build an object of type `kind` from the result of `json.loads`. Errors name the place `where`.
 
     `kind` is a dataclass, `int`, `float`, `str`, `bool`, `X | None`, `tuple[X, ...]`, `dict[str, X]`, a Literal, or
     `NDArray[np.float64]`, which is a square matrix as a list of rows.
@@ -98,14 +102,17 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
     if origin is dict:
         items = _checked(dict, value, where)
         return {key: from_plain(inner[1], item, f"{where}: {key}") for key, item in items.items()}
-    # From numpy 2.5 on, NDArray is a type alias and its own origin. Before, the origin is np.ndarray.
+    # The origin of an NDArray type is np.ndarray before numpy 2.5, and NDArray itself from 2.5 on.
     if origin in (np.ndarray, NDArray):
         return _matrix(value, where)
     return _scalar(kind, value, where)
 
 
 def parse(text: str | bytes, source: str) -> Any:
-    """Parse JSON. FileFormatError names `source` if the text is not JSON, too large or nested too deeply."""
+    """Parse JSON.
+
+    Raise FileFormatError with the name `source` if the text is not JSON, too large or nested too deeply.
+    """
     if len(text) > MOST_BYTES:
         raise FileFormatError(f"{source}: {len(text)} bytes, more than the limit of {MOST_BYTES}; remove the file")
     try:
@@ -151,7 +158,7 @@ def write_text(path: Path, text: str, *, shared: bool = False) -> None:
     for folder in (*reversed(path.parents),) if not path.parent.exists() else ():
         if not folder.exists():
             folder.mkdir(mode=0o777 if shared else 0o700, exist_ok=True)
-    # Remove temporary files of killed writers. The limit is larger than the difference between two hosts' clocks.
+    # Remove temporary files of killed writers. The age limit is larger than the difference between two hosts' clocks.
     names = glob.escape(path.name) if shared else "*"
     for leftover in path.parent.glob(f".{names}.{'[0-9a-f]' * 8}"):
         with contextlib.suppress(OSError):
@@ -251,7 +258,7 @@ def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
 def _matrix(value: Any, where: str) -> NDArray[np.float64]:
     rows = []
     for index, row in enumerate(_checked(list, value, where)):
-        # The check of a whole row is fast. Only in a bad row each number is checked, to name the bad number.
+        # Check each row as a whole, which is fast. Check single numbers only in a bad row, to name the bad number.
         is_good = isinstance(row, list) and set(map(type, row)) <= {float} and bool((np.abs(row) <= LARGEST).all())
         rows.append(row if is_good else from_plain(tuple[float, ...], row, f"{where}[{index}]"))
     odd = next((index for index, row in enumerate(rows) if len(row) != len(rows)), None)

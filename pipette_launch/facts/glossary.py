@@ -35,7 +35,10 @@ GROUPS: dict[str, dict[str, Meaning]] = {
     title: {key: Meaning(**entry) for key, entry in entries.items()}
     for title, entries in json.loads(_FILE.read_text(encoding="utf-8")).items()
 }
-"""Entries by key, in groups with the titles and the order of docs/glossary.md. Keys are in lower case."""
+"""Entries of the glossary by key, in groups with the titles and the order of docs/glossary.md.
+
+Keys are in lower case.
+"""
 MEANINGS = {key: meaning for group in GROUPS.values() for key, meaning in group.items()}
 SHORT = {
     "weights": "weight",
@@ -52,6 +55,6 @@ _IN_FULL = {short: key for key, short in SHORT.items()}
 
 
 def key_of(label: str) -> str:
-    """Return the key of a label on a screen or in a file: `data_parallel`, `Step time`, `MFU`, `activ`."""
+    """Return the glossary key of a label on a screen or in a file, such as `data_parallel`, `Step time` or `activ`."""
     key = " ".join(label.replace("_", " ").lower().split())
     return _IN_FULL.get(key, key)

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 Nearness = Literal["switch", "root", "node", "across"]
-"""Nearest part that a device shares with its network card: PCIe switch, root port or NUMA node. `across` = no part."""
+"""Nearest part that a device shares with its network card: PCIe switch, root port or NUMA node.
+
+`across` = no shared part.
+"""
 NEARNESS: tuple[Nearness, ...] = ("switch", "root", "node", "across")
 """Kinds of nearness, from near to far."""
 
@@ -18,12 +21,15 @@ class Holder:
     pid: int
     name: str
     used_bytes: int | None
-    """None if the driver hides the number, as in a container."""
+    """Memory of the process in bytes. None if the driver hides the number, as in a container."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceCondition:
-    """One device before the job, as NVML and sysfs report it. None = not reported. On CPU only the UUID is known."""
+    """One device before the job, as NVML and sysfs report it.
+
+    A field is None if the driver does not report it. On CPU only the UUID is known.
+    """
 
     uuid: str
     holders: tuple[Holder, ...] = ()
@@ -49,13 +55,16 @@ class DeviceCondition:
     """True if a memory row could not be replaced because no spare row is left."""
     nvlinks_up: int | None = None
     nvlinks_total: int | None = None
-    """Number of NVLinks that NVML knows, up or down."""
+    """Number of NVLinks that NVML reports, both active and inactive."""
     pcie_width: int | None = None
     """Number of PCIe lanes in use. An idle device does not reduce this number."""
     pcie_width_max: int | None = None
     """Largest number of PCIe lanes that the device and its PCIe slot allow."""
     pcie_generation: int | None = None
-    """Present PCIe generation. An idle device falls back to generation 1, so a low value alone is not a problem."""
+    """Present PCIe generation.
+
+    An idle device falls back to PCIe generation 1, so a low value alone is not a problem.
+    """
     pcie_generation_max: int | None = None
     pci_address: str = ""
     """PCI address of the device as in sysfs, such as `0000:3b:00.0`. Empty = not reported."""
@@ -93,13 +102,16 @@ class Verdict:
     device: str = ""
     """UUID of the device with the problem. Empty = the whole host has the problem."""
     other_host: str = ""
-    """Name of the receiving host of a slow link. Empty for all other problems."""
+    """Name of the receiving host of a slow link. Empty if the problem is not a slow link."""
     peers: str = ""
-    """The same figure on similar hosts or devices, such as `18`. Empty = the problem needs no comparison."""
+    """Figure of similar hosts or devices for comparison, such as `18`. Empty = the problem needs no comparison."""
     advice: str = ""
     """Advice that solves the problem, such as `exclude it with --exclude=node17`."""
     is_sick: bool = True
-    """True if the launcher may exclude the host because of this problem. False = the launcher prints the problem."""
+    """True if the launcher may exclude the host because of this problem.
+
+    If false, the launcher only prints the problem.
+    """
 
     def words(self) -> str:
         """Return the problem as a sentence."""

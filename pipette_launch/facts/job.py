@@ -10,9 +10,12 @@ from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
 
 PRECISION = ("--fp8", "--fp4")
-"""Prefixes of flags of a precision below 16 bits. Layers that the job's own script builds have this precision."""
+"""Prefixes of the flags for FP8 and FP4. Layers that the job's own script builds have the precision of these flags."""
 MODELLED = (*PRECISION, "--cuda-graph", "--window-size")
-"""Prefixes of flags that layers built from flags ignore. The device model computes their effect on time."""
+"""Prefixes of flags without effect on layers that the warm-up builds itself.
+
+The device model computes the effect of these flags on time.
+"""
 SCRIPT_ONLY = ("--enable-mhc-connections", "--experimental-attention-variant", "--moe-latent-size", "--spec")
 """Flags of layers that no formula knows, and that only the job's own script builds."""
 RING = "p2p"
@@ -31,7 +34,7 @@ class Graphs(NamedTuple):
     impl: str
     """`none`, `local`, `transformer_engine` or `full_iteration`."""
     modules: frozenset[str]
-    """Parts of a layer that each have a CUDA graph. Empty = one graph holds a whole layer or a whole iteration."""
+    """Parts of a layer that each have a CUDA graph. If empty, one graph holds a whole layer or a whole iteration."""
 
 
 def _option(flag: str, *, default: bool) -> bool:
@@ -44,7 +47,7 @@ def _option(flag: str, *, default: bool) -> bool:
 class PerformanceOptions:
     """Values of Megatron's options. Field names are Megatron's destinations, and defaults are Megatron's defaults.
 
-    `megatron.performance` reads the options of a job. To read a further flag, add a field here.
+    `megatron.performance` reads the options of a job. To read a further flag, add a field to this class.
     """
 
     # Precision.
@@ -71,7 +74,7 @@ class PerformanceOptions:
     gradient_accumulation_fusion: bool = _option("--no-gradient-accumulation-fusion", default=True)
     masked_softmax_fusion: bool = _option("--no-masked-softmax-fusion", default=True)
 
-    # Communication, and overlap of communication with compute.
+    # Options of communication, and of the overlap of communication with compute.
     align_param_gather: bool = _option("--no-align-param-gather", default=True)
     async_tensor_model_parallel_allreduce: bool = _option("--no-async-tensor-model-parallel-allreduce", default=True)
     cp_comm_type: tuple[str, ...] = (RING,)
@@ -102,18 +105,18 @@ class PerformanceOptions:
     nccl_ub: bool = _option("--use-nccl-ub", default=False)
     outer_dp_sharding_strategy: str = "no_shard"
     suggested_communication_unit_size: int | None = None
-    """Number of parameters whose gradients are reduced together. Gathers run ahead by twice as many parameters."""
+    """Number of parameters whose gradients are reduced together. Parameters are gathered ahead in twice this number."""
     torch_fsdp2_reshard_after_forward: bool = _option("--torch-fsdp2-no-reshard-after-forward", default=True)
     use_megatron_fsdp: bool = False
     use_torch_fsdp2: bool = False
 
-    # Activations that a forward keeps for the backward, on the device or on the host.
+    # Options of the activations that a forward keeps for the backward, on the device or on the host.
     cpu_offloading_num_layers: int = 0
     defer_embedding_wgrad_compute: bool = False
     distribute_saved_activations: bool = False
     fine_grained_activation_offloading: bool = False
     min_offloaded_tensor_size: int = 1 << 20
-    """Least number of elements of a tensor that is offloaded."""
+    """Least number of elements of an offloaded tensor."""
     offload_modules: tuple[str, ...] = ()
     """Modules whose inputs `fine_grained_activation_offloading` moves to the host."""
     wgrad_deferral_limit: int = 0
@@ -153,10 +156,10 @@ class PerformanceOptions:
     moe_use_legacy_grouped_gemm: bool = False
     moe_z_loss_coeff: float | None = None
 
-    # Batches, and how a rank loads batches.
+    # Options of batches, and of the loading of batches.
     create_attention_mask_in_dataloader: bool = _option("--no-create-attention-mask-in-dataloader", default=True)
     dataloader_inter_document_masking: bool = False
-    """From 0.19 on: boundaries of documents are sent to the device instead of a mask."""
+    """From Megatron 0.19 on, batches contain boundaries of documents instead of a mask."""
     dataloader_type: str | None = None
     decrease_batch_size_if_needed: bool = False
     eval_global_batch_size: int | None = None
@@ -171,10 +174,13 @@ class PerformanceOptions:
 
     @property
     def graphs(self) -> Graphs:
-        """CUDA graphs of the options. Two older flags also select an implementation, and three flags select modules."""
+        """CUDA graphs that the options request.
+
+        Three flags select an implementation, and three flags select modules.
+        """
         impl = LOCAL if self.enable_cuda_graph else ENGINE if self.external_cuda_graph else self.cuda_graph_impl
         modules = {*self.cuda_graph_modules, *self.cuda_graph_scope, *self.cuda_graph_scope_deprecated} - {"full"}
-        # From 0.18 on the old scope `full_iteration` also selects the implementation.
+        # From 0.18 on, the scope `full_iteration` of the old flag selects graphs of a whole iteration.
         selects = ITERATION in self.cuda_graph_scope_deprecated and impl != ENGINE
         if selects or (impl == LOCAL and modules == {ITERATION}):
             return Graphs(ITERATION, frozenset(modules - {ITERATION}))
@@ -210,7 +216,7 @@ class Job:
     pinned: tuple[str, ...]
     """Sorted names of the layout fields that a plan must not change, because of `--pipette-fix` or a checkpoint."""
     notes: tuple[str, ...]
-    """Reasons for pinned and assumed values, one sentence each, for screen and plan file."""
+    """Reasons for pinned and assumed values, one sentence each. Screen and plan file show the sentences."""
     megatron_version: str
     """Release whose flags the script takes, such as `0.16.1`."""
     grad_reduce_in_bf16: bool
@@ -224,7 +230,10 @@ class Job:
     allocator_config: str = field(default="", metadata=ADDED_LATER)
     """Options of torch's CUDA allocator in the workers' environment, without blanks. Empty = not set."""
     own_refusal: str = field(default="", metadata=ADDED_LATER)
-    """Reason why Megatron refuses the user's own configuration. `own` is then a substitute. Empty = no refusal."""
+    """Reason why Megatron refuses the user's own configuration.
+
+    `own` is a substitute if Megatron refuses the configuration. Empty = no refusal.
+    """
 
     @property
     def release(self) -> tuple[int, ...]:

@@ -15,9 +15,12 @@ from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.files import ADDED_LATER, check_numbers
 
 _PREFERRED = frozenset(row["name"] for row in accelerators.ROWS if row["preferred"])
-"""A name that fits several devices means the one of these devices, if the name fits only one of them."""
+"""Preferred devices.
+
+A name that fits several devices means the preferred device, if only one of the devices is preferred.
+"""
 _LEAST_LIKENESS, _LESS_LIKE = 0.52, 0.25
-"""Least similarity (difflib) of a suggested name to the given name, and most distance from the most similar name."""
+"""Least similarity of a suggested name to the given name, and largest difference from the best name's similarity."""
 
 
 class UnknownDeviceError(FactError):
@@ -31,7 +34,7 @@ class _Names(NamedTuple):
     chip: frozenset[str]
     """Words that occur in every name of the device."""
     known: frozenset[str]
-    """Words of at least one name. A name with another word means another device."""
+    """Words that occur in at least one name of the device. A name with any other word means another device."""
 
 
 def device_named(name: str) -> DeviceSpec:
@@ -61,7 +64,7 @@ def other_meanings(name: str) -> str:
 def device_of_driver(name: str) -> DeviceSpec | None:
     """Return the device with this name, also in the driver's form, such as `NVIDIA H100 80GB HBM3`. None if unknown.
 
-    Parts of a device (MIG, vGPU), laptops' chips and other memory sizes are unknown, because their peak rates differ.
+    MIG partitions, vGPUs, laptop GPUs and cards with other memory sizes are unknown, because their peak rates differ.
     `cost.compute.carried_over.spec_of` takes the most similar device, but only for ratios of times.
     """
     found = _meant(name)
@@ -144,7 +147,7 @@ def _listed(names: list[str], word: str) -> str:
 
 DTYPES = ("fp32", "fp16", "bf16", "fp8", "fp4")
 _MOST_CAPABILITY, _MOST_LATENCY_S, _LEAST_FLOPS_PER_S = 30, 0.1, 1e10
-"""Figures outside these limits were probably given in another unit: 90 for 9.0, microseconds, TFLOP/s."""
+"""Figures beyond these limits probably have another unit or form: microseconds, TFLOP/s, or 90 instead of 9.0."""
 _LEAST = {
     "memory_bytes": 1e9,
     "memory_bytes_per_s": 1e9,
@@ -153,7 +156,7 @@ _LEAST = {
     "host_bytes_per_s": 1e7,
     "compute_capability": 1,
 }
-"""Lower limit of each field of a device file. A smaller figure was probably given in GB or GB/s."""
+"""Lower limit of each field of a device file. A smaller figure probably has the unit GB or GB/s."""
 _LATENCIES = ("within_host_latency_s", "between_hosts_latency_s")
 _SHARES = ("matmul_share", "attention_share", "memory_share")
 
@@ -171,7 +174,7 @@ class DeviceFile:
     name: str
     """Name of the device on screens and in plans."""
     source: str
-    """Origin of the device's figures, one sentence. Plans repeat the sentence."""
+    """Origin of the device's figures, as one sentence that plans repeat."""
     like: str
     """Name of the most similar known device."""
     flops_per_s: dict[str, float]
@@ -224,7 +227,7 @@ class DeviceFile:
         self.spec()
 
     def spec(self) -> DeviceSpec:
-        """Return the described device. Its `source` names the figures that come from the known device."""
+        """Return the described device. `source` of the result names the figures that come from the known device."""
         try:
             like = device_named(self.like)
         except FactError as error:

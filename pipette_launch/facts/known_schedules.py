@@ -60,8 +60,8 @@ def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
 def eager_one_forward_one_backward(stages: int, microbatches: int, extra: int | None = None) -> Schedule:
     """Return eager 1F1B (arXiv 2211.05322): additional forwards before the first backward hide the transfers.
 
-    `extra` is the number of additional forwards, at most pp - r - 1 on rank r. None = the maximum: 2 (pp - r - 1)
-    forwards ahead, and 2 pp - 1 micro-batches in flight on rank 0.
+    `extra` is the number of additional forwards, at most pp - r - 1 on rank r. With None, `extra` has its maximum: rank
+    r runs 2 (pp - r - 1) forwards ahead, and rank 0 has 2 pp - 1 micro-batches in flight.
     """
     if extra is not None and extra < 0:
         raise LayoutError(f"eager 1F1B needs extra forwards >= 0, got {extra}")
@@ -87,9 +87,10 @@ def interleaved(pp: int, vpp: int, microbatches: int, group_size: int) -> Schedu
 def grouped_split(pp: int, vpp: int, microbatches: int, group_size: int) -> Schedule:
     """Return GIS (PipeOffload, arXiv 2503.01328): interleaved groups, a short warm-up, and split backwards.
 
-    Rank r runs (vpp - 1) * group_size + pp - r - 1 chunk forwards ahead. Groups g smaller than pp (GIS-H: half of pp)
-    cost (pp - g)(vpp - 1) chunk forwards and save memory: (g(vpp - 1) + pp)/vpp micro-batches are in flight on rank 0.
-    `interleaved` explains the parameters. LayoutError if a group is too small for the pipeline.
+    Rank r runs (vpp - 1) * group_size + pp - r - 1 chunk forwards ahead. With groups of g < pp micro-batches (GIS-H: g
+    = pp / 2), a step takes (pp - g)(vpp - 1) chunk forwards longer, but needs less memory. Rank 0 has (g(vpp - 1) +
+    pp)/vpp micro-batches in flight. The parameters are those of `interleaved`. LayoutError if a group is too small for
+    the pipeline.
     """
     ranks = _split_backwards(pp, vpp, microbatches, group_size, lags=[0] * pp)
     return _schedule("gis", ranks, microbatches, vpp)
@@ -97,10 +98,11 @@ def grouped_split(pp: int, vpp: int, microbatches: int, group_size: int) -> Sche
 
 @lru_cache(maxsize=256)
 def interleaved_zero_bubble(pp: int, vpp: int, microbatches: int) -> Schedule:
-    """Return interleaved groups of pp micro-batches. On rank r, weight gradients (W) are delayed by r chunk passes.
+    """Return a schedule of interleaved groups of pp micro-batches.
 
-    Each rank then holds activations of pp * vpp chunk passes. The cool-down has only input gradients (I), which is the
-    idea of ZB-H1 (arXiv 2401.10241). With one chunk, the schedule is ZB-H1.
+    Rank r delays weight gradients (W) by r chunk passes. The delay makes each rank hold activations of pp * vpp chunk
+    passes. In the cool-down, ranks wait only for input gradients (I), which is the idea of ZB-H1 (arXiv 2401.10241).
+    With one chunk, the schedule is ZB-H1.
     """
     ranks = _split_backwards(pp, vpp, microbatches, pp, lags=range(pp))
     return _schedule("interleaved-zb" if vpp > 1 else "zb-h1", ranks, microbatches, vpp)
@@ -137,7 +139,7 @@ def schedule_table(vpp: int, microbatches: int, group_size: int) -> tuple[tuple[
 
 
 def num_warmup(pp: Count, vpp: Count, group_size: Count, rank: Count) -> Count:
-    """Return the number of forwards that a rank of an interleaved schedule runs before the rank's first backward."""
+    """Return the number of warm-up forwards of a rank, after which forwards and backwards alternate (interleaved)."""
     return 2 * (pp - rank - 1) + (vpp - 1) * group_size
 
 
@@ -151,7 +153,7 @@ def schedule_of(layout: Layout, num_microbatches: int) -> Schedule:
 
 
 def _whole_backwards(ahead: Sequence[int], microbatches: int, vpp: int = 1, group_size: int = 1) -> Ranks:
-    """Run `ahead[r]` forwards on rank r, then one backward and one forward in turn, then the remaining backwards.
+    """Run `ahead[r]` forwards on rank r, then one forward and one backward in turn, then the remaining backwards.
 
     Backwards have the order of the forwards, but with reversed chunks.
     """
@@ -167,11 +169,13 @@ def _whole_backwards(ahead: Sequence[int], microbatches: int, vpp: int = 1, grou
 
 
 def _split_backwards(pp: int, vpp: int, microbatches: int, group_size: int, *, lags: Sequence[int]) -> Ranks:
-    """Run groups with a short warm-up and split backwards. On rank r, each W follows `lags[r]` backwards after its I.
+    """Run groups with a short warm-up and split backwards.
 
-    Two successive groups must hold pp - 1 micro-batches. Otherwise a rank could wait for a backward before it has sent
-    the forwards that this backward needs. This condition was tested for all pp < 12, vpp < 5, g < pp + 4, n <= 3g: all
-    accepted schedules run, and 734 of the 840 refused ones deadlock.
+    Rank r runs a weight gradient (W) `lags[r]` backwards after the input gradient (I) of the same pass. Two successive
+    groups must hold at least pp - 1 micro-batches together. With fewer micro-batches, a rank could wait for a backward
+    before the rank has sent the forwards that this backward needs. All schedules of n micro-batches in groups of g were
+    tested for pp < 12, vpp < 5, g < pp + 4 and n <= 3g. All accepted schedules ran, and 734 of the 840 refused
+    schedules deadlocked.
     """
     if min(pp, vpp, microbatches, group_size) < 1:
         sizes = f"pp={pp}, vpp={vpp}, groups of {group_size} and {microbatches} micro-batches"

@@ -1,6 +1,6 @@
 """Layouts (parallel degrees, virtual stages, micro-batch size, recompute): one object, or many as numpy columns."""
 
-# N = layouts, U = groups of equal layouts, S = stages (pipeline ranks) of all layouts, one layout after another.
+# Array axes: N = layouts, U = groups of equal layouts, S = stages (pipeline ranks) of all layouts, layout by layout.
 
 from __future__ import annotations
 
@@ -116,7 +116,10 @@ class Layout:
         return "interleaved-1f1b" if self.vpp > 1 else "1f1b"
 
     def num_microbatches(self, global_batch_size: int) -> int:
-        """Return the micro-batches of one step on each data-parallel rank. LayoutError if the batch does not divide."""
+        """Return the micro-batches of one step on each data-parallel rank.
+
+        LayoutError if the batch is not a multiple of micro-batch size times dp.
+        """
         count, rest = divmod(global_batch_size, self.micro_batch_size * self.dp)
         if rest:
             sizes = f"micro_batch_size*dp = {self.micro_batch_size}*{self.dp}"
@@ -139,12 +142,12 @@ class Layout:
         return tuple(sum(chunks[rank :: self.pp]) for rank in range(self.pp))
 
     def rank_of(self, cell: Cell) -> int:
-        """Return the RANK of a cell (Megatron's parallel_state, order tp-cp-ep-dp-pp or tp-cp-ep-pp-dp)."""
+        """Return the RANK of a cell, in Megatron's rank order tp-cp-ep-dp-pp or tp-cp-ep-pp-dp (parallel_state)."""
         outer = cell.pp + self.pp * cell.dp if self.use_tp_pp_dp_mapping else cell.dp + self.dp * cell.pp
         return cell.tp + self.tp * (cell.cp + self.cp * outer)
 
     def cell_of(self, rank: int) -> Cell:
-        """Return the cell of a RANK."""
+        """Return the cell of a RANK: the rank's index in each parallel dimension."""
         outer, inner = divmod(rank, self.tp * self.cp)
         cp, tp = divmod(inner, self.tp)
         if self.use_tp_pp_dp_mapping:
@@ -204,7 +207,7 @@ class MemoryOptions(NamedTuple):
 
 
 SWITCHES = tuple(field.name for field in fields(Layout) if type(field.default) is bool)
-"""Names of the fields that are on or off."""
+"""Names of the layout fields that are switches (on or off)."""
 FLAG_WORDS = {
     "sequence_parallel": "sequence parallel (seq-par)",
     "use_distributed_optimizer": "distributed optimizer (dist-opt)",
@@ -230,9 +233,9 @@ class LayoutGroups(NamedTuple):
     """Groups of rows that have equal values in some columns."""
 
     first_U: Ints
-    """Index of the first row of each group."""
+    """Index of the first row in each group of equal rows."""
     group_N: Ints
-    """Group index of each row."""
+    """Index of the group of each row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,7 +264,7 @@ class LayoutColumns:
     layers_per_chunk: Ints
     recomputes: tuple[Recompute, ...] = (NO_RECOMPUTE,)
     cuts: tuple[tuple[int, ...], ...] = ((),)
-    """Number of layers of each chunk, for each split. An empty entry is the even split."""
+    """Splits of the layers: number of layers of each chunk. An empty entry means an even split."""
 
     def __post_init__(self) -> None:
         for name in _FIELDS:
@@ -300,7 +303,7 @@ class LayoutColumns:
         )
 
     def values(self, rows: Ints, *names: Field) -> list[tuple[object, ...]]:
-        """Return some fields of some rows, flags as 0 or 1, much faster than by making `Layout` objects."""
+        """Return some fields of some rows, switches as 0 or 1. Making `Layout` objects would be much slower."""
         columns: list[Sequence[object]] = []
         lists = {"recompute": self.recomputes, "layers_per_chunk": self.cuts}
         for name in names:
@@ -315,7 +318,7 @@ class LayoutColumns:
             found &= getattr(self, name) == getattr(layout, name)
         for name, values in (("recompute", self.recomputes), ("layers_per_chunk", self.cuts)):
             wanted = getattr(layout, name)
-            # Tables of joined columns may list a value twice.
+            # If columns were joined, a table may contain a value twice.
             found &= np.isin(getattr(self, name), [place for place, value in enumerate(values) if value == wanted])
         return np.flatnonzero(found)
 

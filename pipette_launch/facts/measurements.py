@@ -1,6 +1,7 @@
 """Measurements of the warm-up on all or some hosts: times, memory, links and device conditions."""
 
-# H = hosts (the row sends to the column), D = devices of one host, S = slots (all devices of all hosts, host by host).
+# Array axes: H = hosts (row = sender, column = receiver), D = devices of one host, S = slots (all devices, host by
+# host).
 
 from __future__ import annotations
 
@@ -76,19 +77,22 @@ class StageReading:
     """Measured memory peak of one rank in a training step with all micro-batches, gradients and optimizer."""
 
     job_digest: str
-    """`memory_digest` of the job. The reading is valid only for jobs with the same digest."""
+    """`memory_digest` of the job. The measured peak is valid only for jobs with the same digest."""
     layout: Layout
     pp_rank: int
     slot: int
     """Slot (host and device) on which the peak was measured. The peak does not depend on the slot."""
     allocator_peak_bytes: int
-    """Peak of torch's allocations on CUDA, with workspaces. On CPU the sum of the model's tensors."""
+    """Peak of torch's allocations on CUDA, with workspaces. On CPU, the peak is the sum of the model's tensors."""
     reserved_peak_bytes: int
     """Peak of the memory that torch's allocator took from the device. 0 on CPU."""
     device_peak_bytes: int
-    """Peak of NVML's used bytes on CUDA, without communicators. On CPU the process's resident set."""
+    """Peak of NVML's used bytes on CUDA, without communicators. On CPU, the peak is the process's resident set."""
     ran_out: bool = False
-    """True if the device ran out of memory during the step. All peaks are then the peaks until this moment."""
+    """True if the device ran out of memory during the step.
+
+    After such a failure, all peaks cover only the time before it.
+    """
     allocator_config: str = field(default="", metadata=ADDED_LATER)
     """Value of `Job.allocator_config`, which affects `reserved_peak_bytes`."""
 
@@ -117,7 +121,7 @@ class RailRates:
     source: int
     target: int
     bytes_per_s: tuple[float, ...]
-    """Bandwidth of each of the D devices. 0 = not measured."""
+    """Bandwidth of each of the D devices of a host. 0 = not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,7 +131,7 @@ class LinkSurvey:
     spread_HH: NDArray[np.float64]
     """Median absolute deviation divided by the median, for the largest message. 0 = not measured."""
     origin_HH: tuple[str, ...]
-    """H rows of H letters from `ORIGINS`; `-` on the diagonal."""
+    """H rows with one letter of `ORIGINS` for each link. The diagonal has `-`."""
     rails: tuple[RailRates, ...] = ()
     """Bandwidth of each device for pairs of hosts. Large clusters list only pairs whose devices differ."""
     rounds: int = 0
@@ -155,7 +159,7 @@ class LinkSurvey:
         return hash(self.origin_HH)
 
     def origin(self, source: int, target: int) -> Origin:
-        """Return the origin of the figure from host `source` to host `target`."""
+        """Return the origin of the measured link from host `source` to host `target`."""
         return ORIGINS[self.origin_HH[source][target]]
 
 
@@ -240,7 +244,10 @@ class ComputeTime:
     backward_idle_s: float = field(default=0.0, metadata=ADDED_LATER)
     """Seconds of both backward passes in which the device waits for the host."""
     source: Literal["measured", "modelled", "cached"] = field(default="measured", metadata=ADDED_LATER)
-    """`modelled`: converted by the device model from a time with other options. `cached`: from an earlier warm-up."""
+    """`modelled`: the device model converted a time with other options.
+
+    `cached`: the time comes from an earlier warm-up.
+    """
     recompute: Samples | None = field(default=None, metadata=ADDED_LATER)
     """Additional time if full recompute runs the layer's forward again in the backward. None = not measured."""
 
@@ -284,7 +291,7 @@ class MemoryReading:
     case: ComputeCase
     slot: int
     allocator_peak_bytes: int
-    """Peak minus the bytes of the idle model: torch's allocations on CUDA, the resident set on CPU."""
+    """Memory peak minus the idle model's memory: torch's allocations on CUDA, the resident set on CPU."""
     device_peak_bytes: int
     """Peak of NVML's used bytes on CUDA, or of the resident set on CPU."""
 
@@ -313,7 +320,7 @@ class Coverage(NamedTuple):
     num_wanted: int
 
     def words(self) -> str:
-        """Return both numbers as a phrase, with a warning if fewer than half of the cases were measured."""
+        """Return the numbers of measured and wanted cases, with a warning if fewer than half of them were measured."""
         count = f"{self.num_timed} of {self.num_wanted} combinations of tp, cp and micro-batch timed"
         if 2 * self.num_timed >= self.num_wanted:
             return count
@@ -331,7 +338,7 @@ class Measurements:
     collectives: tuple[CollectiveTime, ...]
     memory: tuple[MemoryReading, ...]
     overhead_bytes: int
-    """Device memory outside the allocator (context, communicators, workspaces), the most of all slots. 0 on CPU."""
+    """Device memory outside the allocator (context, communicators, workspaces) on the slot with the most. 0 on CPU."""
     versions: dict[str, str]
     taken_at: str
     """Time of the warm-up, UTC, ISO 8601."""
@@ -346,16 +353,18 @@ class Measurements:
     loading: LoadingTime | None = field(default=None, metadata=ADDED_LATER)
     """Time to load batches with Megatron-LM's own trainer on CPUs. None = not measured."""
     gradient_s_per_byte: float = field(default=0.0, metadata=ADDED_LATER)
-    """Seconds in each step for each byte of gradients that a slot holds, to clear, check and scale them. 0 = not
-    measured. On CPUs most of the time goes into the optimizer's calls for each tensor."""
+    """Seconds of a step to clear, check and scale gradients, for each byte of gradients that a slot holds.
+
+    0 = not measured. On CPUs most of the time goes into the optimizer's calls for each tensor.
+    """
     step_s: float = field(default=0.0, metadata=ADDED_LATER)
-    """Seconds of the host in each step while the device waits. 0 = not measured."""
+    """Seconds in each step in which the device waits for the host. 0 = not measured."""
     host_bytes_per_s: float = field(default=0.0, metadata=ADDED_LATER)
     """Bandwidth between a slot and its host's memory, in each direction. 0 = not measured, as in all warm-ups."""
     refused: tuple[ComputeCase, ...] = field(default=(), metadata=ADDED_LATER)
     """Compute cases that megatron-core refuses, or that ran out of memory."""
     unmeasured: tuple[ComputeCase, ...] = field(default=(), metadata=ADDED_LATER)
-    """Compute cases that the warm-up had no time to measure, beginning with the most promising."""
+    """Compute cases that the warm-up had no time to measure, beginning with the most promising case."""
     model_digest: str = field(default="", metadata=ADDED_LATER)
     """`layers_digest` of the model whose layers were measured. Empty in files of earlier releases."""
     timed_flags: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
@@ -372,7 +381,7 @@ class Measurements:
     """Measured memory of whole pipeline stages of promising layouts, each run on a single device."""
 
     def compute_cases(self) -> tuple[ComputeCase, ...]:
-        """Return all cases with a measured compute time, sorted."""
+        """Return all compute cases that were measured, sorted."""
         return tuple(sorted({time.case for time in self.compute}))
 
     def coverage(self) -> Coverage:
@@ -430,7 +439,7 @@ def without_hosts(measurements: Measurements, names: Collection[str]) -> Measure
             for time in measurements.collectives
             if slots.keys() >= set(time.slots)
         ),
-        # All devices need equal memory, so a removed slot's reading is kept if its case has no other reading.
+        # All devices need equal memory, so a removed slot's memory reading is kept if its case has no other reading.
         memory=tuple(
             replace(reading, slot=slots.get(reading.slot, 0))
             for reading in measurements.memory
@@ -466,7 +475,7 @@ def _compute(measurements: Measurements, slots: dict[int, int]) -> tuple[Compute
         if time.slot in slots:
             times.append(replace(time, slot=slots[time.slot]))
         elif (time.case, time.part) not in timed:
-            # Speed times seconds is the time of a slot with speed 1.
+            # A slot's speed times its seconds is the time of a slot with speed 1.
             stand_in = min(slots, key=lambda slot: abs(speed[slot] - speed[time.slot]))
             factor = speed[time.slot] / speed[stand_in]
             idle = {name: factor * getattr(time, name) for name in ("forward_idle_s", "backward_idle_s")}

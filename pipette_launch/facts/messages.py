@@ -27,12 +27,12 @@ class Failure:
     """Cause of an early end of a worker or a trial, and the rank that reported the cause."""
 
     cause: str
-    """One sentence for the user. Empty = unknown."""
+    """Cause as one sentence for the user. Empty if the cause is unknown."""
     kind: FailureKind = "other"
     flags: tuple[str, ...] = ()
     """Flags that the script does not know or refuses, such as `--seed`."""
     rank: int | None = None
-    """RANK of the worker that ended. None = no worker ended."""
+    """RANK of the worker that ended early. None = no worker ended."""
     exit_code: int = 0
     """Exit code of the worker that ended, or minus the signal that ended the worker."""
 
@@ -66,7 +66,7 @@ class ExecutionRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutedParts:
-    """Bytes on a rank at its memory peak, by origin. All origins together are the peak."""
+    """Bytes on a rank at its memory peak, by origin. The bytes of all origins sum to the peak."""
 
     weights: int = 0
     gradients: int = 0
@@ -117,7 +117,7 @@ class ExecutedMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionAnswer:
-    """Memory of the ranks in the order of the request, or an error."""
+    """Answer to an ExecutionRequest: memory of each requested rank in the order of the request, or an error."""
 
     ranks: tuple[ExecutedMemory, ...] = ()
     error: str | None = None
@@ -184,7 +184,7 @@ class Advice:
     stages: tuple[StageCase, ...] = ()
     """Stages whose memory decides whether a plan fits, beginning with the most promising plan."""
     words: str = ""
-    """Plans that were considered, or the reason why there is no advice, one sentence."""
+    """One sentence on the considered plans, or on the reason why there is no advice."""
 
     def __post_init__(self) -> None:
         bad = [pair for pair in self.host_pairs if len(pair) != 2 or not 0 <= pair[0] < pair[1]]
@@ -201,7 +201,7 @@ MOST_SLOTS = 1 << 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeRecord:
-    """Message in which an agent describes its machine, and how the last attempt at training ended there."""
+    """Message in which an agent describes its machine, and the end of the last attempt at training on this machine."""
 
     KIND: ClassVar[str] = "node"
 
@@ -222,11 +222,11 @@ class NodeRecord:
     failure: Failure | None
     """Cause of the failure of the last attempt. None if the attempt did not fail on this node."""
     is_misuse: bool = False
-    """True if `trouble` is a flag that requests a thing which this machine does not have."""
+    """True if the cause of `trouble` is a flag that requests something which this machine lacks."""
     conditions: tuple[DeviceCondition, ...] = ()
     """Reports of the driver on this node's devices, in the order of local ranks."""
     notes: tuple[str, ...] = ()
-    """Problems of this node that do not prevent a plan, such as lost GPUs."""
+    """Problems of this node with which a plan is still possible, such as lost GPUs."""
     max_restarts: int = 0
     iteration: int = 0
     """Last iteration in the output of this node's workers. 0 = no iteration."""
@@ -260,11 +260,11 @@ class Decision:
     checks_order: bool = False
     """True if the workers of a trial only check that NCCL works in the candidate's device order."""
     proven: bool = False
-    """True if the candidate has trained. A later failure then does not mean that the candidate's plan cannot start."""
+    """True if the candidate has trained. A later failure of this candidate does not mean that its plan cannot start."""
     script_arguments: tuple[str, ...] | None = None
     """Arguments of the script. None = the user's own arguments, unchanged."""
     failures: tuple[Failure, ...] = ()
-    """Failures of earlier candidates that could not start, one failure for each node."""
+    """Failures of earlier candidates that could not start. Each node reports one failure."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables of the workers, in addition to torchrun's."""
     patches: tuple[str, ...] = ()
@@ -281,9 +281,12 @@ class Decision:
     iteration: int = 0
     """Last iteration that any node printed before this decision. 0 = before the training."""
     shortage: Shortage | None = None
-    """The leanest of the plans of similar jobs that ran out of memory. None = no plan ran out of memory."""
+    """Among the plans of similar jobs that ran out of memory, the plan with the least predicted need.
+
+    None = no plan ran out of memory.
+    """
     probe_options: str = ""
-    """Options of the warm-up as a document of `probe`. Empty in other phases."""
+    """Options of the warm-up as a document of `probe`. Empty if the phase is not the warm-up."""
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.hosts) == len(self.num_slots):
@@ -314,7 +317,7 @@ class Decision:
         return f"trial-{self.trial}" if self.phase == "trial" else self.phase
 
     def leaving_out(self, names: Collection[str]) -> Decision:
-        """Return the decision with some hosts moved to standby, where hosts run no workers."""
+        """Return the decision with some hosts on standby. Hosts on standby run no workers."""
         leaves = [host in names for host in self.hosts]
         stays = [not leaving for leaving in leaves]
         return replace(
@@ -404,14 +407,17 @@ class Members:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """Message of an agent that arrives at a meeting, where agents agree on the next round."""
+    """Message of an agent that arrives at a meeting, in which agents agree on the next round."""
 
     KIND: ClassVar[str] = "arrival"
 
     meeting: int
-    """Number of meetings that this agent has attended, which tells answers to this arrival from older answers."""
+    """Number of meetings that this agent has attended.
+
+    The number distinguishes answers to this arrival from older answers.
+    """
     record: NodeRecord
     held: Decision | None
-    """The agent's previous decision, which the deciding agent may not know."""
+    """Last decision that this agent got, which the deciding agent may not know."""
     out_of_reach: tuple[str, ...] = ()
     """Tokens of the agents that this agent could not reach."""

@@ -10,7 +10,10 @@ from pipette_launch.errors import FactError
 from pipette_launch.facts.files import ADDED_LATER, check_numbers
 
 LayerKind: TypeAlias = Literal["layer", "moe_layer", "mamba_layer", "attention_layer", "mlp_layer", "expert_layer"]
-"""`layer` and `moe_layer` are transformer layers without and with experts. Hybrid models have the other kinds."""
+"""`layer` and `moe_layer` are transformer layers without and with experts.
+
+The other kinds occur only in hybrid models.
+"""
 TRANSFORMER_KINDS: tuple[LayerKind, ...] = ("layer", "moe_layer")
 LETTERS: dict[str, LayerKind] = {"M": "mamba_layer", "*": "attention_layer", "-": "mlp_layer", "E": "expert_layer"}
 """Letters of the layer kinds in Megatron's patterns of hybrid models."""
@@ -100,7 +103,7 @@ class LatentAttention:
         return query + self.kv_lora_rank * heads * (self.qk_head_dim + self.v_head_dim)
 
     def weights(self, hidden_size: int, heads: int) -> int:
-        """Return the number of weights in one layer's attention: to the latents, to the heads, and the output."""
+        """Return the number of weights in one layer's attention: projections to latents, heads and output."""
         query = self.q_lora_rank or heads * self.query_channels
         down = hidden_size * (query + self.kv_lora_rank + self.qk_pos_emb_head_dim)
         return down + self.up_weights(heads) + heads * self.v_head_dim * hidden_size
@@ -143,7 +146,7 @@ class ModelSpec:
     moe_shared_expert_intermediate_size: int
     """MLP width of the shared expert. 0 = no shared expert."""
     latent_attention: LatentAttention | None = field(default=None, metadata=ADDED_LATER)
-    """Multi-latent attention. If set, `num_query_groups` and `kv_channels` have no meaning."""
+    """Multi-latent attention. With latent attention, `num_query_groups` and `kv_channels` have no meaning."""
     mtp_num_layers: int = field(default=0, metadata=ADDED_LATER)
     """Number of depths of multi-token prediction. Each depth has a transformer layer on the last pipeline rank."""
     qk_layernorm: bool = field(default=False, metadata=ADDED_LATER)
@@ -151,7 +154,10 @@ class ModelSpec:
     hybrid: HybridLayers | None = field(default=None, metadata=ADDED_LATER)
     """Layers of a hybrid model, whose `moe_layer_freq` is 1 for layers of experts and 0 for all other layers."""
     attention_windows: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
-    """Number of tokens that a token sees in each layer, with itself. 0 = all earlier tokens. Empty = no windows."""
+    """Number of tokens that a token sees in each layer, with itself.
+
+    0 = all earlier tokens. Empty if no layer has a window.
+    """
 
     def __post_init__(self) -> None:
         check_numbers(self, "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
@@ -236,10 +242,11 @@ class ModelSpec:
         return self.hidden_size * (2 if self.normalization == "LayerNorm" else 1)
 
     def kind_flops_per_token(self, kind: LayerKind) -> float:
-        """Return the FLOPs of one layer's forward for one token. The causal mask is ignored.
+        """Return the FLOPs of one layer's forward for one token. The count ignores the causal mask.
 
-        A multiply-add counts as 2. Projections take 2 FLOPs per weight. Attention scores and context take 4*s*a*d for s
-        tokens and a heads of d channels (Narayanan et al. 2021, appendix). Mamba scans count as in Megatron-LM.
+        A multiply-add counts as 2 FLOPs, so projections take 2 FLOPs per weight. Attention scores and context take
+        4*s*a*d for s tokens and a heads of d channels (Narayanan et al. 2021, appendix). Mamba scans count as in
+        Megatron-LM.
         """
         if kind == "mamba_layer":
             assert self.hybrid is not None
@@ -260,7 +267,7 @@ class ModelSpec:
 
     @property
     def core_flops_per_token(self) -> float:
-        """FLOPs of attention scores and context for one token, reduced by attention windows."""
+        """FLOPs of one token's attention scores and context, for the tokens inside the attention windows."""
         return self._unwindowed_core_flops_per_token * self.window_share
 
     @property
@@ -282,8 +289,9 @@ class ModelSpec:
     def step_flops(self, global_batch_size: int, *, tp: int) -> float:
         """Return the model's FLOPs in one step by Megatron-LM's num_floating_point_operations (core_v0.16).
 
-        Each matrix counts three times, multiply-adds count as 2, and the causal mask halves attention's FLOPs. Biases,
-        the router and recompute are left out. Releases before core_v0.16 ignore the mask, all releases the windows.
+        Each matrix product counts three times (forward and backward), and a multiply-add counts as 2 FLOPs. The causal
+        mask halves attention's FLOPs. Biases, the router and recompute are left out. Megatron releases before
+        core_v0.16 ignore the causal mask, and all releases ignore attention windows.
         """
         latent, hidden, heads = self.latent_attention, self.hidden_size, self.num_attention_heads
         query, groups = heads * self.kv_channels, self.num_query_groups * self.kv_channels

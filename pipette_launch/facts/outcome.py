@@ -20,7 +20,7 @@ class PeakReading:
     rank: int
     pp_rank: int
     predicted_bytes: int
-    """Predicted bytes, without the correction that earlier outcomes teach."""
+    """Predicted bytes, without the correction factor from earlier outcomes."""
     measured_bytes: int
     source: str
     """`allocator`: torch's peak, printed by Megatron. `device`: used bytes by NVML, with overhead."""
@@ -38,7 +38,7 @@ class Outcome:
     placement: tuple[int, ...]
     predicted_step_s: float
     measured_step: Samples
-    """Step times that the script printed. The first step times are warm-ups."""
+    """Step times that the script printed. The first step times belong to warm-up iterations."""
     first_iteration: int
     last_iteration: int
     """Last printed iteration. One printed line may cover several iterations."""
@@ -69,13 +69,16 @@ class Outcome:
 
     @property
     def fullest(self) -> PeakReading | None:
-        """Highest reading of torch's allocator, else of the device. None without readings."""
+        """Highest memory reading of torch's allocator, or of the device if the allocator has none.
+
+        None without readings.
+        """
         inside = [peak for peak in self.peaks if peak.source == "allocator"]
         return max(inside or self.peaks, key=lambda peak: peak.measured_bytes, default=None)
 
     @property
     def log_memory_error(self) -> float | None:
-        """log(measured / predicted) of the fullest rank. None without a reading above 0."""
+        """log(measured / predicted) of the fullest rank's memory. None without a reading above 0."""
         peak = self.fullest
         if peak is None or min(peak.measured_bytes, peak.predicted_bytes) <= 0:
             return None
@@ -104,7 +107,10 @@ STALE_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveJob:
-    """State of a job according to the job's files. None and empty = unknown. Times are seconds since 1970."""
+    """State of a job according to the job's files.
+
+    A field that is None or empty is unknown. Times are seconds since 1970.
+    """
 
     KIND: ClassVar[str] = "live-job"
 
@@ -122,7 +128,7 @@ class LiveJob:
     warmup_phase: str = ""
     warmup_done: int = 0
     warmup_total: int = 0
-    """Number of steps of the present part of the warm-up. 0 = not counted."""
+    """Number of steps in the present part of the warm-up. 0 = the steps of this part are not counted."""
     warmup_phase_s: dict[str, float] = field(default_factory=dict)
     key: str = ""
     layout: str = ""
@@ -161,5 +167,5 @@ class LiveJob:
 
     @property
     def is_stale(self) -> bool:
-        """True if the job has not ended but the job's files are too old."""
+        """True if the job has not ended, but its files are so old that the launcher is assumed dead."""
         return not self.is_over and self.age_s > STALE_S

@@ -83,7 +83,7 @@ class Trials:
     """Trials of the best plans and of the user's own configuration."""
 
     asked: int
-    """Requested number of plans (`--pipette-trials`). Fewer plans may have run."""
+    """Requested number of plans in trials (`--pipette-trials`). Fewer plans may have run."""
     iterations: int
     """Number of measured step times of each trial, without warm-up iterations."""
     runs: tuple[Trial, ...]
@@ -133,7 +133,7 @@ class Choice:
 
     def __post_init__(self) -> None:
         size = self.layout.world_size
-        # A damaged file may name billions of ranks, so the number of ranks is compared first.
+        # A damaged file may name billions of ranks, so compare the length before making a list of ranks.
         if len(self.placement) != size or sorted(self.placement) != list(range(size)):
             shown = reprlib.repr(self.placement)
             raise FactError(f"placement must hold every rank from 0 to {size - 1} once, got {shown}")
@@ -172,7 +172,7 @@ class Provenance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """Job and machines of a plan, for readers of the file."""
+    """Job and machines of a plan, for people who read the plan file."""
 
     script: str
     arguments: tuple[str, ...]
@@ -186,7 +186,7 @@ class Setting:
     machines: str
     """Origin of the machines' figures."""
     network: str
-    """Network between described hosts. Empty for one host, or if the network was measured."""
+    """Network between hosts that the user described. Empty for one host, or if the network was measured."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "num_parameters", "global_batch_size", "seq_length", "device_memory_bytes")
@@ -209,13 +209,13 @@ class Plan:
     chosen: Choice
     alternatives: tuple[Choice, ...]
     own: Choice
-    """The user's own configuration; with `own_fault` it may be a substitute, or priced like another layout."""
+    """The user's own configuration. With `own_fault`, `own` may be a substitute, or have another layout's step time."""
     keeps_own: bool
     """True if the chosen configuration is the user's own, because no other plan was better by the margin."""
     reasons: tuple[str, ...]
     """Reasons for the choice, one sentence each."""
     notes: tuple[str, ...]
-    """Poor measurements, assumptions, pinned options and omissions, one sentence each."""
+    """Notes on poor measurements, assumptions, pinned options and omissions, one sentence each."""
     num_layouts: int
     """Number of legal layouts that the search considered."""
     dropped: dict[str, int]
@@ -225,13 +225,17 @@ class Plan:
     """Proven lower bound of the step time of all plans that fit, in the same cost model. 0 = no bound."""
     setting: Setting | None = field(default=None, metadata=ADDED_LATER)
     trials: Trials | None = field(default=None, metadata=ADDED_LATER)
-    """Trials that decided the choice. None = no trials."""
+    """Trials that decided the choice. None = no trials ran."""
     num_in_line: int | None = field(default=None, metadata=ADDED_LATER)
-    """Number of first alternatives that are better than the user's own configuration. None = all are better."""
+    """Number of first alternatives that are better than the user's own configuration.
+
+    None = all alternatives are better.
+    """
     own_fault: str = field(default="", metadata=ADDED_LATER)
     """Reason why the user's own configuration cannot run. Empty = the configuration can run.
 
-    If Megatron refuses it, `own` is a substitute. If the search rules it out, `own` has another layout's step time.
+    If Megatron refuses the configuration, `own` is a substitute. If the search rules the configuration out, `own` has
+    another layout's step time.
     """
     templates: tuple[Plan, ...] = field(default=(), metadata=ADDED_LATER)
     """Fallback plans, which have no fallback plans themselves, beginning with the most hosts."""
@@ -292,7 +296,7 @@ def refit(plan: Plan, hosts: Sequence[str]) -> Plan | None:
     placed = tuple(host if host in hosts else next(stand_ins) for host in taken.hosts)
     not_taken = fallback_plans(one for one in plans if one is not taken)
     if placed != taken.hosts:
-        # A device order that was checked on other hosts counts as not checked.
+        # An NCCL test of a device order on other hosts does not count.
         chosen, *others = (replace(one, is_order_checked=False) for one in (taken.chosen, *taken.alternatives))
         taken = replace(taken, chosen=chosen, alternatives=tuple(others))
     return replace(
@@ -369,9 +373,10 @@ class Shortage:
 
     @classmethod
     def of(cls, choice: Choice, *, cause: str, noticed_at: str) -> Shortage | None:
-        """Return the shortage of a plan. None if the plan was not predicted to fit, or if its predicted need was small.
+        """Return the shortage of a plan.
 
-        `cause` tells the user how the plan ended, as a sentence.
+        None if the plan was not predicted to fit, or if the plan's predicted need was small. `cause` is a sentence for
+        the user on the end of the plan.
         """
         memory = choice.memory
         if memory is None or not memory.fits:
@@ -395,8 +400,8 @@ class Shortage:
         """Return the memory margin for new plans of a job that once ran out of memory, at least `memory_margin`.
 
         A plan with a predicted need of `share` of the free memory needed more than all free memory. So the real need is
-        assumed to be 1 / share times the prediction, in addition to the usual margin: need / share <= (1 -
-        memory_margin) free.
+        assumed to be 1 / share times the prediction. A new plan fits if need / share <= (1 - memory_margin) * free
+        memory.
         """
         # Subtract one byte, so that the same plan does not fit again under a margin of 0.
         share = (self.need_bytes - 1) / self.free_bytes

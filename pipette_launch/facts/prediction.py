@@ -65,7 +65,7 @@ class Prediction:
     """Free memory of the fullest device. None = the machines are unknown."""
     memory_margin: float
     fits: bool | None
-    """True if all shown stages leave the margin free. None = the machines are unknown."""
+    """True if all shown stages leave the memory margin free. None = the machines are unknown."""
     verdict: MemoryFit
     """`tight`: the peak is within the free memory but above the limit, so no plan may use the layout."""
     step_time_s: float | None
@@ -98,7 +98,10 @@ class Explanation:
     how: str
     source: str
     value: str
-    """Value of the number in the plan, with a unit. Empty without a plan, or if the plan lacks this number."""
+    """Value of the glossary's number in the plan, with a unit.
+
+    Empty without a plan, or if the plan lacks this number.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,17 +1,18 @@
 """Pipeline schedules: the passes of each rank, the schedule file, and programs (passes with messages between passes).
 
 `programs` adds a send and a receive for each message. The moment of a message is the expected end of the pass that
-makes it. The sender posts the send at this moment, and the receiver posts the receive at this moment or earlier. A pass
-or message waits only for messages with earlier moments, so the ranks cannot wait for each other in a circle.
+makes the message. The sender posts the send at the moment of the message, and the receiver posts the receive at this
+moment or earlier. A pass or message waits only for messages with earlier moments, so the ranks cannot wait for each
+other in a circle.
 
-NCCL runs the messages from one rank to another in one stream, on both ranks in the order of the moments. A receive
-occupies its stream until its message arrives. So a receive is posted after the previous message of the stream should
-have arrived, and directly before the pass that the receiver runs when the message is ready. A later receive would start
-only when this pass ends. An earlier receive would stop this pass on devices with one work queue
+NCCL runs all messages from one rank to another in one stream, in the order of their moments on both ranks. A receive
+occupies its stream until the message arrives. So a receive is posted after the expected arrival of the stream's
+previous message, directly before the pass that the receiver runs when the message is ready. A later receive would start
+only when the receiver's pass ends. An earlier receive would stop the receiver's pass on devices with one work queue
 (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
-A gloo message waits for no other message and starts when its receive is posted. So the receive is posted when the pass
-that makes the message starts.
+A gloo message waits for no other message and starts when its receive is posted. With gloo, the receive is posted when
+the pass that makes the message starts.
 """
 
 # A = actions of all ranks, S = stages (model chunks), K = kinds of action, M = micro-batches.
@@ -33,8 +34,11 @@ from pipette_launch.facts.files import ADDED_LATER
 
 Kind = Literal["F", "B", "I", "W"]
 Placement = Literal["loop", "v"]
-"""`loop`: stage c is on rank c % pp. `v`: the stages go down the ranks with chunk 0 and back up with chunk 1, so rank 0
-has the first and the last stage."""
+"""`loop`: stage c is on pipeline rank c % pp.
+
+`v`: chunk 0 puts stages on the ranks from first to last, and chunk 1 from last to first, so rank 0 has the first and
+the last stage.
+"""
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 FORWARD, BACKWARD, INPUT, WEIGHT = range(len(KINDS))
 """Indices of the kinds in `KINDS`."""
@@ -69,7 +73,7 @@ def words(actions: Iterable[Action]) -> list[str]:
 
 
 def rank_of(stage: int, *, pp: int, placement: Placement) -> int:
-    """Return the pipeline rank of a stage."""
+    """Return the pipeline rank that runs a stage."""
     return 2 * pp - 1 - stage if placement == "v" and stage >= pp else stage % pp
 
 
@@ -91,16 +95,17 @@ class Columns(NamedTuple):
 class PassTimes:
     """Expected nanoseconds of passes and messages, which decide the order of messages, with one entry for each stage.
 
-    Times are whole numbers, so that all ranks compute equal sums. FactError if an entry is missing or too short.
+    Times are whole numbers, so that all ranks compute equal sums. FactError if an entry is missing, if a pass takes
+    less than 1 ns, or if a message takes less than 0 ns.
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    """Times of the whole backward."""
+    """Times of the whole backward on each stage."""
     input: tuple[int, ...]
-    """Times of the input gradient."""
+    """Times of the input gradient on each stage."""
     weight: tuple[int, ...]
-    """Times of the weight gradients."""
+    """Times of the weight gradients on each stage."""
     forward_hop: tuple[int, ...]
     """Times of the messages from stage s to stage s + 1. The last stage has no entry."""
     backward_hop: tuple[int, ...]
@@ -187,7 +192,7 @@ class Schedule:
         return Columns(rank_A, *(np.array(column, dtype=np.int64) for column in (stages, kinds, microbatches)))
 
     def rank_of(self, stage: int) -> int:
-        """Return the pipeline rank of a stage."""
+        """Return the pipeline rank that runs a stage."""
         return rank_of(stage, pp=self.pp, placement=self.placement)
 
 
@@ -252,7 +257,10 @@ class ScheduleFile:
     ranks: tuple[str, ...]
     """Actions of each pipeline rank, separated by blanks."""
     checks_first_step: bool = field(default=False, metadata=ADDED_LATER)
-    """True if Megatron's own schedule also runs the first step, to compare the results. Needs memory for both runs."""
+    """True if Megatron's own schedule also runs the first step, to compare the results.
+
+    The comparison needs memory for both runs.
+    """
     times: PassTimes | None = field(default=None, metadata=ADDED_LATER)
     """Expected times, which decide the order of messages over NCCL. None = all passes take equal time."""
 
@@ -286,7 +294,7 @@ class Message(NamedTuple):
     is_gradient: bool
     """True for the gradient of a stage's input, False for a stage's output."""
     stage: int
-    """The stage that made the tensor."""
+    """Stage that makes the tensor."""
     microbatch: int
 
     @property
@@ -296,7 +304,10 @@ class Message(NamedTuple):
 
 
 Program = tuple["Action | Message", ...]
-"""Passes and messages of one rank in order. A message is a send on the rank `source`, and a receive on `target`."""
+"""Passes and messages of one rank, in order of execution.
+
+A message is a send on the rank `source`, and a receive on `target`.
+"""
 
 
 def programs(
@@ -304,8 +315,8 @@ def programs(
 ) -> tuple[Program, ...]:
     """Insert the messages between the passes of each rank. FactError if the ranks would wait for each other forever.
 
-    `times` decide the order of messages (None = all passes take equal time). `in_streams` is true for NCCL, where a
-    receive occupies its stream until the message arrives, and false for gloo.
+    `times` are expected times, which decide the order of messages. None = all passes take equal time. `in_streams` is
+    true for NCCL, whose receives occupy a stream until the message arrives, and false for gloo.
     """
     expected = times or PassTimes.equal(len(rank_S))
     start_of = starts(passes, rank_S, expected)
@@ -334,7 +345,7 @@ def programs(
 def _last_start(message: Message, moment: int, start_P: list[list[int]], passes: Ranks, times: PassTimes) -> int:
     """Return the start time of the pass that the receiver runs when a message is ready.
 
-    The result is `moment` if the receiver is idle at `moment`, and 0 before the receiver's first pass.
+    The result is `moment` if the receiver is idle at that time, and 0 before the receiver's first pass.
     """
     rank = message.target
     at = bisect_left(start_P[rank], moment) - 1
@@ -397,7 +408,7 @@ def _needed(action: Action, rank_S: Sequence[int]) -> Message | None:
 
 
 def starts(passes: Ranks, rank_S: Sequence[int], times: PassTimes) -> dict[Action, int]:
-    """Return the start time of each pass in nanoseconds, as if messages did not wait for each other.
+    """Return the start time of each pass in nanoseconds, if messages do not wait for other messages.
 
     FactError if the ranks would wait for each other forever.
     """

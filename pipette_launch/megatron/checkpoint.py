@@ -19,11 +19,14 @@ from pipette_launch.megatron.pins import Pin
 MODEL_FIELDS = ("tp", "pp", *Split._fields, "ep", "etp")
 """Layout fields that divide the model into shards."""
 IN_BUCKETS = ("dp_reshardable", "fully_sharded_bucket_space")
-"""Optimizer formats that save each gradient bucket separately. The run that loads needs buckets of the same sizes."""
+"""Optimizer formats that save each gradient bucket separately.
+
+The run that loads the optimizer needs buckets of the same sizes.
+"""
 EQUAL_BUCKETS_DP = 40
-"""Most replicas for which gradient buckets have a fixed size. With more, buckets grow (core_v0.16 training.py:1317)."""
+"""Gradient buckets have a fixed size up to this number of replicas, and then grow (core_v0.16 training.py:1317)."""
 REPLICA_ELEMENTS = 1_000_000
-"""Elements of a gradient bucket for each replica, if buckets grow."""
+"""Elements that each replica adds to a gradient bucket, if buckets grow with the number of replicas."""
 RNG_OF_EXPERTS = "0.16 loads expert-parallel random state only at the same dp and cp"
 RANK_FOLDER = re.compile(r"mp_rank_(\d\d)(?:_(\d{3}))?(?:_(\d{3}))?")
 
@@ -36,13 +39,14 @@ def _fixes_random_state(arguments: Arguments, ep: int) -> bool:
 def _kept_fields(arguments: Arguments, sharding: str | None, *, is_sharded: bool) -> tuple[str, ...]:
     """Return the fields that another layout must keep to load the optimizer's state.
 
-    `sharding` is the format in which the distributed optimizer is saved. None = the default of the release.
+    `sharding` is the format in which the distributed optimizer is saved. None = the default format of the Megatron
+    release.
     """
     usual = "fully_sharded_model_space" if release_of(arguments.version) < (0, 15) else "dp_reshardable"
     # The state of a non-distributed optimizer is sharded like the parameters.
     if not is_sharded or (sharding or usual) in ("fully_reshardable", "fully_sharded_model_space"):
         return ("use_distributed_optimizer",)
-    # Gradient buckets must be equal too. The sizes of buckets depend on whether gradients are reduced early.
+    # The other formats also need equal gradient buckets, whose sizes depend on whether gradients are reduced early.
     return (*MODEL_FIELDS, *OPTIMIZER_FIELDS)
 
 
@@ -51,14 +55,17 @@ class Demands:
     """Layout fields that a checkpoint fixes, for the user's own layout and for every plan."""
 
     own: Mapping[str, Any]
-    """Values that the checkpoint sets for fields of the user's own layout."""
+    """Values that the checkpoint sets in the user's own layout."""
     pins: tuple[Pin, ...] = ()
     notes: tuple[str, ...] = ()
     doubt: str = ""
     """Reason why the checkpoint may fail to load under any plan on this number of ranks. Empty = no reason is known."""
 
     def applied(self, own: Layout) -> Layout:
-        """Return the user's own layout with the checkpoint's values. MegatronError if the ranks do not allow them."""
+        """Return the user's own layout with the checkpoint's values.
+
+        MegatronError if the number of ranks does not allow the values.
+        """
         fields = dict(self.own)
         if not fields:
             return own
@@ -79,10 +86,10 @@ class Demands:
 
 
 def demands(arguments: Arguments, own: Layout, *, num_layers: int) -> Demands:
-    """Return the demands of the checkpoint at `--load`.
+    """Return the layout fields that the checkpoint at `--load` fixes.
 
     Values come from the checkpoint if possible, otherwise from the plan file beside the checkpoint, otherwise from the
-    flags. MegatronError if `--use-mp-args-from-checkpoint-args` is given, but the sizes cannot be read.
+    flags. MegatronError if `--use-mp-args-from-checkpoint-args` is given, but the checkpoint's sizes cannot be read.
     """
     found = checkpoint_folder(arguments)
     if not found:
@@ -122,10 +129,13 @@ def _recorded(folder: Path) -> tuple[Layout | None, str]:
 def _of_torch(
     own: Layout, folder: Path, ranks: list[re.Match[str]], written: Mapping[str, Any], *, reads_optimizer: bool
 ) -> Demands:
-    """Return the demands of the format torch. Each rank has one file, so no field that divides the model may change."""
+    """Return the fields that a checkpoint in the format torch fixes.
+
+    Each rank has one file, so no field that divides the model may change.
+    """
     tp = 1 + max(int(match[1]) for match in ranks)
     seconds, thirds = ({int(match[place]) for match in ranks if match[place]} for place in (2, 3))
-    # A folder name with a single suffix has the pipeline rank, or the expert rank of a model without a pipeline.
+    # A single suffix of a folder name is the pipeline rank, or the expert rank of a model without a pipeline.
     is_expert_only = bool(seconds) and not thirds and own.ep > 1 and own.pp == 1
     sizes = {
         "tp": tp,
@@ -149,7 +159,10 @@ def _of_torch(
 def _of_torch_dist(
     arguments: Arguments, own: Layout, folder: Path, *, reads_optimizer: bool, num_layers: int
 ) -> Demands:
-    """Return the demands of torch_dist: weights load under every layout, but an optimizer only in some formats."""
+    """Return the fields that a torch_dist checkpoint fixes.
+
+    Weights load under every layout, but optimizers only in some formats.
+    """
     saved, sharding = read_saved(folder)
     record, problem = _recorded(folder)
     written = _saved_layout(saved, num_layers, arguments.version)
@@ -196,8 +209,8 @@ def _doubt_of_buckets(
 ) -> str:
     """Return a sentence if gradient buckets have other sizes than in the run that saved the optimizer's state.
 
-    The run that saved had `replicas` = DP times CP. `model_size` = TP times PP is equal in both runs. If single weights
-    are larger than a bucket, both runs may still have the same buckets.
+    `replicas` is DP times CP in the run that saved the checkpoint. `model_size` is TP times PP, which is equal in both
+    runs. If single weights are larger than a bucket, both runs may still have the same buckets.
     """
     if saved.get("ddp_num_buckets") or arguments.get("ddp_num_buckets"):
         return ""
@@ -215,7 +228,7 @@ def _doubt_of_buckets(
 
 
 def _saved_layout(saved: Saved, num_layers: int, version: str) -> dict[str, Any]:
-    """Return layout fields of the run that saved. Empty if the checkpoint lacks the run's TP and PP."""
+    """Return layout fields of the run that saved the checkpoint. Empty if the checkpoint lacks the run's TP and PP."""
     sizes = {name: _saved_size(saved, dest) for name, dest in DEGREES.items() if name != "cp"}
     if not sizes["tp"] or not sizes["pp"]:
         return {}
@@ -233,7 +246,7 @@ def _saved_layout(saved: Saved, num_layers: int, version: str) -> dict[str, Any]
 
 
 def _saved_replicas(saved: Saved) -> int | None:
-    """Return how many ranks shared the optimizer's state in the run that saved. None if unknown."""
+    """Return the number of ranks that shared the optimizer's state in the run that saved it. None if unknown."""
     ranks, dp = _saved_size(saved, "world_size"), _saved_size(saved, "data_parallel_size")
     if dp:
         return dp * (_saved_size(saved, DEGREES["cp"]) or 1)
@@ -242,7 +255,10 @@ def _saved_replicas(saved: Saved) -> int | None:
 
 
 def _saved_size(saved: Saved, name: str) -> int | None:
-    """Return a size from the flags of the run that saved. None if the value is missing or is not a possible size."""
+    """Return a size from the flags of the run that saved the checkpoint.
+
+    None if the value is missing or not a possible size.
+    """
     value = saved.get(name)
     return value if type(value) is int and 0 < value < 1 << 20 else None
 
@@ -251,7 +267,7 @@ FREEING_FLAG = {
     "dp_reshardable": "--dist-ckpt-optim-fully-reshardable",
     "dp_zero_gather_scatter": "a save without --no-ckpt-fully-parallel-save",
 }
-"""Flag for the run that saves, by format of the optimizer. With this flag, a plan may change every field later."""
+"""Flag for the run that saves a checkpoint, by optimizer format. With this flag, later plans may change every field."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,11 +275,14 @@ class Continuation:
     """Layout fields that a restart on fewer hosts must keep, because the restart loads the job's own checkpoints."""
 
     kept: tuple[str, ...] = ()
-    """Layout fields that must be equal in the run that saves and the run that loads."""
+    """Layout fields that must be equal in the run that saves a checkpoint and the run that loads it."""
     bucket_dp: int = 0
-    """Most replicas for which gradient buckets have a fixed size. 0 = the sizes of buckets do not matter."""
+    """Number of replicas up to which gradient buckets have a fixed size. 0 = the sizes of buckets do not matter."""
     note: str = ""
-    """Sentence on the cost of losing hosts, or on the flag that would free the kept fields. Empty = no remark."""
+    """Sentence on the cost of losing hosts, or on the flag that would free the kept fields.
+
+    Empty if there is nothing to say.
+    """
 
     def can_load(self, before: Layout, after: Layout) -> bool:
         """Return True if a job under one layout can load the checkpoints of a job under another layout."""
@@ -274,8 +293,8 @@ class Continuation:
 def continuation(words: Sequence[str], job: Job, layout: Layout) -> Continuation:
     """Return the fields that another layout must keep to load checkpoints that a job saves under the given layout.
 
-    The fields depend on the checkpoint format and on the distributed optimizer's format in the run that saves. `words`
-    are the user's own words after the script's name.
+    The fields depend on the checkpoint format and on the format in which the run saves the distributed optimizer.
+    `words` are the user's own words after the script's name.
     """
     arguments = Arguments.parse(words, job.megatron_version)
     save, load = arguments.get("save"), arguments.get("load")
@@ -297,7 +316,8 @@ def continuation(words: Sequence[str], job: Job, layout: Layout) -> Continuation
     kept = _kept_fields(arguments, sharding, is_sharded=is_sharded) if has_optimizer else ()
     if len(kept) > 1:
         is_sized = any(map(arguments.get, ("ddp_bucket_size", "ddp_num_buckets")))
-        # If gradient reduction does not overlap with the backward, all gradients lie in one bucket.
+        # Without overlap of gradient reduction and backward, all gradients lie in one bucket, so replicas do not
+        # matter.
         counts_replicas = layout.overlap_grad_reduce and not is_sized and sharding in IN_BUCKETS
         note = (
             f"the distributed optimizer saves its state as {sharding}, which fixes {', '.join(kept)}; "

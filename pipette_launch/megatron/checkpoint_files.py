@@ -50,7 +50,10 @@ def _tracked_iteration(root: Path) -> str:
 
 
 def checkpoint_folder(arguments: Arguments) -> tuple[Path, bool] | None:
-    """Return the folder that Megatron would load, and True if Megatron also loads the optimizer. None for a new run."""
+    """Return the folder that Megatron would load, and True if Megatron also loads the optimizer.
+
+    None if there is no checkpoint to load.
+    """
     reads_optimizer = not (arguments.get("finetune") or arguments.get("no_load_optim"))
     for dest, optimizer in (("load", reads_optimizer), ("pretrained_checkpoint", False)):
         root, step = arguments.get(dest), arguments.get("ckpt_step")
@@ -88,7 +91,7 @@ OTHER = ("other", None)
 
 
 def read_saved(directory: Path) -> tuple[Saved, str | None]:
-    """Return the readable arguments of the run that saved, and the format of its distributed optimizer (or None).
+    """Return the readable arguments in a checkpoint, and the format of its distributed optimizer (or None).
 
     `directory` is a folder such as `iter_0000010` of a checkpoint in the format torch_dist or torch.
     """
@@ -109,7 +112,10 @@ def read_saved(directory: Path) -> tuple[Saved, str | None]:
 
 
 def _items(found: Sequence[tuple[str, Any]], place: int) -> list[Plain] | None:
-    """Read a pickled list: one item and an end, or a mark, several items and an end. None if an item is not plain."""
+    """Read a pickled list: one item and an end, or a mark, several items and an end.
+
+    None if an item is no number or text.
+    """
     if found[place][0] != "mark":
         return [found[place][1]] if found[place + 1][0] == "end" else []
     items = [value for _, value in takewhile(lambda item: item[0] in ("value", "word"), islice(found, place + 1, None))]
@@ -131,7 +137,7 @@ def _instructions(directory: Path) -> Iterator[tuple[str, Any]]:
                 last = (KINDS.get(opcode.name, "other"), CONSTANTS.get(opcode.name, value))
                 yield last
     except (OSError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError):
-        pass  # keep values before the damage. RuntimeError: zipfile cannot read the encryption or compression
+        pass  # keep values before the damage; zipfile: RuntimeError for unknown compression
 
 
 def _pickled(directory: Path) -> bytes:
@@ -175,19 +181,19 @@ ALWAYS_SINCE = {
     (0, 18): ("moe_single_grouped_weight", "moe_single_grouped_bias"),
     (0, 20): ("gdp_num_householder",),
 }
-"""Further destinations that Megatron always reads from the checkpoint, from the given release on."""
+"""Further destinations that Megatron always reads from the checkpoint, by the first release that does so."""
 ALWAYS_BEFORE = {
     (0, 15): ("moe_token_dispatcher_type",),
     (0, 17): ("hybrid_override_pattern", "is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio"),
 }
-"""Further destinations that Megatron always reads from the checkpoint, before the given release."""
+"""Further destinations that Megatron always reads from the checkpoint, by the first release that no longer does so."""
 TYPES: dict[str | None, tuple[type, ...]] = {"int": (int,), "float": (int, float), None: (str,)}
 
 
 def with_checkpoint_arguments(arguments: Arguments) -> tuple[Arguments, str]:
     """Return the flags with the values that `--use-checkpoint-args` reads from the checkpoint, and a note for the user.
 
-    Without this flag the flags are unchanged. MegatronError if no flag names a folder to read.
+    Without `--use-checkpoint-args` the flags are unchanged. MegatronError if no flag names a folder to read.
     """
     if not arguments.get("use_checkpoint_args"):
         return arguments, ""
@@ -254,6 +260,6 @@ def _suits(flag: Flag, value: Any) -> bool:
     if flag.nargs == 0:
         return type(value) is bool and flag.constant == value
     if flag.dest == "moe_layer_freq":
-        # The value is a text on the command line that Megatron's parser converts to a number or a list.
+        # On the command line the value is a text, which Megatron's parser converts to a number or a list.
         return type(value) in (int, list)
     return type(value) in ((list,) if flag.nargs else TYPES.get(flag.kind, ()))

@@ -25,11 +25,14 @@ MOST_SHOWN = 1 << 14
 PATTERN_DESTS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """Flags that name the layers of a hybrid model. `hybrid_layer_pattern` is the new name from 0.17 on."""
 RATIO_DESTS = {"*": "hybrid_attention_ratio", "-": "hybrid_mlp_ratio"}
-"""Flags, until 0.16, for the share of attention or MLP layers in a hybrid model, by letter."""
+"""Flags until Megatron 0.16 for the share of attention or MLP layers in a hybrid model, by letter of the layer."""
 HYBRID_SPECS = ("mamba_stack_spec", "hybrid_stack_spec")
 """Megatron's own values of `--spec` for hybrid models."""
 FIRST_CUT_PATTERNS = (0, 17)
-"""First release whose patterns name the stages. Before, all stages of a hybrid model have the same number of layers."""
+"""First release whose patterns name the stages.
+
+In earlier releases, all stages of a hybrid model have the same number of layers.
+"""
 FIRST_APART = (0, 16)
 """First release in which multi-token prediction and the head may be on different stages."""
 Chunks = tuple[int, ...]
@@ -52,7 +55,7 @@ class HybridPattern:
 
     @property
     def layers(self) -> str:
-        """All layers of the model without stages, one letter for each layer."""
+        """Letters of all layers of the model, without the bounds of stages."""
         return "".join(self.stages)
 
 
@@ -177,7 +180,10 @@ def stated_vpp(arguments: Arguments, pp: int) -> int | None:
 
 
 def _from_pattern(arguments: Arguments, pattern: HybridPattern, pp: int, num_layers: int) -> tuple[int, Chunks]:
-    """Read the stages of a hybrid model's pattern. A pattern without stages is split equally, except for the ends."""
+    """Read the stages of a hybrid model's pattern.
+
+    A pattern without stages is split equally, except for stages whose size a flag sets.
+    """
     stages, cuts = pattern.stages, release_of(arguments.version) >= FIRST_CUT_PATTERNS
     may_stay = ENDS if len(stages) == 1 and cuts else ()
     clash = [dest for dest in SPLIT_DESTS if arguments.get(dest) and dest not in may_stay]
@@ -268,7 +274,10 @@ def _virtual_stages(arguments: Arguments, pp: int, num_layers: int) -> int:
 
 
 def _from_counts(arguments: Arguments, pp: int, num_layers: int, vpp: int) -> Chunks:
-    """Divide the layers equally over all stages without a stated size. Embedding and loss may count as layers."""
+    """Divide the layers equally over all stages without a stated size.
+
+    Embedding and loss count as layers if a flag says so.
+    """
     ends = [(place, arguments.get(dest)) for place, dest in zip((0, pp - 1), ENDS, strict=True)]
     named = [(place, int(layers)) for place, layers in ends if layers is not None]
     given = dict(named)
@@ -277,7 +286,7 @@ def _from_counts(arguments: Arguments, pp: int, num_layers: int, vpp: int) -> Ch
     if pp == 1 and named and (ranks < 0 or left):
         shown = arguments.shown_given(*ENDS)
         raise MegatronError(f"{shown}: a pipeline of one rank has one stage with all {num_layers} layers; remove it")
-    # Before 0.16, middle pipeline ranks may be without layers.
+    # Before Megatron 0.16, pipeline ranks in the middle may have no layers.
     least = 0 if release_of(arguments.version) < (0, 16) or not given else 1
     uneven = left % ranks != 0 or left < least if ranks > 0 else left != 0
     if uneven or min(given.values(), default=1) < 1:

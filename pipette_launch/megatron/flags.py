@@ -20,7 +20,10 @@ from pipette_launch.text import nearest_word
 
 OLDEST = (0, 14)
 CLOSE = 0.85
-"""Least similarity (difflib) of a mistyped flag to the known flag: 12 letters with two swapped letters have 0.92."""
+"""Least similarity (difflib) of a mistyped flag to the known flag.
+
+Two swapped letters in a flag of 12 letters give 0.92.
+"""
 LEAST_BEGINNING = 8
 """Least characters of a shortened flag for which a note names the full flag. Megatron accepts no shortened flags."""
 
@@ -54,7 +57,7 @@ class Token:
     words: tuple[str, ...]
     flag: Flag | None = None
     value: Any = None
-    """Value that Megatron's parser would store. A list if the flag takes several values."""
+    """Value that Megatron's parser would store. The value is a list if the flag takes several values."""
 
     @property
     def dest(self) -> str | None:
@@ -99,7 +102,7 @@ def known_release(version: str) -> str:
 @functools.cache
 def flag_defaults(version: str) -> Mapping[str, Any]:
     """Return the defaults of a release by destination."""
-    # Several flags may set one destination: the first default counts.
+    # Several flags may set one destination, and the default of the first flag counts.
     return {flag.dest: flag.default for flag in [*flag_table(version).values()][::-1]}
 
 
@@ -118,7 +121,7 @@ def flag_table(version: str) -> Mapping[str, Flag]:
 
 def likely_flag(option: str, version: str) -> str:
     """Return the flag of this release that a mistyped or shortened flag probably means, or an empty string."""
-    # A flag of another release is not a mistyped flag.
+    # A flag that exists in another release is not a typing error.
     if option in _data()["flags"]:
         return ""
     begun = [flag for flag in flag_table(version) if flag.startswith(option)] if len(option) >= LEAST_BEGINNING else []
@@ -218,7 +221,10 @@ class Arguments:
         return any(token.dest == dest for token in self.tokens)
 
     def get(self, dest: str) -> Any:
-        """Return the value that Megatron would store, the last of several values. None if the release lacks it."""
+        """Return the value that Megatron would store, the last of several values.
+
+        None if the release lacks the flag.
+        """
         for token in reversed(self.tokens):
             if token.dest == dest:
                 return token.value

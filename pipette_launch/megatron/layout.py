@@ -46,7 +46,8 @@ def read_recompute(arguments: Arguments) -> Recompute:
     """Read activation recompute. As in Megatron, selective recompute without modules recomputes core attention."""
     granularity = "selective" if arguments.get("recompute_activations") else arguments.get("recompute_granularity")
     method, num_layers = arguments.get("recompute_method"), arguments.get("recompute_num_layers")
-    # An old flag for selective recompute of the module `moe` (transformer_config.py:1255-1266).
+    # `--moe-layer-recompute` is an old flag for selective recompute of the module `moe`
+    # (transformer_config.py:1255-1266).
     of_experts = ("moe",) if arguments.get("moe_layer_recompute") and granularity != "full" else ()
     if of_experts:
         granularity = "selective"
@@ -128,8 +129,8 @@ def read_stand_in(
     """Return a layout that replaces a refused layout, and the names of fields that differ from the flags.
 
     The first attempt only splits the layers anew, as evenly as possible. The second attempt also sets the degrees of
-    experts to Megatron's defaults. The last attempt sets all degrees to the defaults. With `keeps_degrees` only
-    the first attempt is made. None if every replacement would change a field in `fixed`.
+    experts to Megatron's defaults. The last attempt sets all degrees to Megatron's defaults. With `keeps_degrees` the
+    function only splits the layers anew. None if every replacement would change a field in `fixed`.
     """
     # A fixed dp also fixes tp, pp and cp, because tp, pp and cp decide dp.
     kept = {*fixed, *(("tp", "pp", "cp") if "dp" in fixed else ())}
@@ -206,7 +207,7 @@ def _with_chunks(written: Arguments, layout: Layout, num_layers: int) -> Argumen
     try:
         said = chunks.read_chunks(cut, pp=layout.pp, num_layers=num_layers)
     except MegatronError:
-        said = None  # the user's flags are for another pipeline size
+        said = None  # the flags suit another pipeline size
     if said != wanted:
         written = chunks.write_chunks(cut, wanted, pp=layout.pp, num_layers=num_layers)
     size = layout.microbatch_group_size

@@ -37,7 +37,7 @@ _AMPERE = 8
 def check_required(arguments: Arguments, *, starts_nothing: bool, cause: str = "") -> str:
     """Raise MegatronError that lists every missing flag.
 
-    If `starts_nothing`, only flags that affect time or memory are demanded. The returned note names other flags that
+    With `starts_nothing`, only flags that affect time or memory are demanded. The returned note names other flags that
     Megatron demands. `cause` is the reason why flags for the model's sizes may be missing. Empty = unknown.
     """
     missing = [dest for dest in REQUIRED if arguments.get(known_dest(arguments, dest)) is None]

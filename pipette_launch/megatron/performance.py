@@ -49,7 +49,7 @@ def performance_flags(arguments: Arguments) -> tuple[str, ...]:
 
 
 def unmodelled(arguments: Arguments) -> list[str]:
-    """Return the destinations of the given flags whose layers no formula knows, such as a module of own layers."""
+    """Return the destinations of given flags that select layers without a formula, such as layers of an own module."""
     dests = [option[2:].replace("-", "_") for option in SCRIPT_ONLY]
     known: tuple[object, ...] = (None, [], ["local"], False)
     return [

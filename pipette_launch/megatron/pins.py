@@ -87,7 +87,8 @@ def check_planned(arguments: Arguments, *, for_prediction: bool = False, without
     """Raise MegatronError, with flag and reason, for a job that is not planned.
 
     The launcher then trains with the user's own configuration, as torchrun would, and shows the reason. With
-    `for_prediction` only jobs that cannot be predicted are refused. `without_probes` = the plan uses no warm-up.
+    `for_prediction` only jobs that cannot be predicted are refused. `without_probes` is true if the plan uses no
+    warm-up.
     """
     needs_warm_up = not for_prediction and not without_probes
     refused = REFUSED | ({} if for_prediction else UNPLANNED) | (UNTIMED if needs_warm_up else {})
@@ -99,7 +100,7 @@ def check_planned(arguments: Arguments, *, for_prediction: bool = False, without
         if str(value) == refused_value if refused_value else is_on:
             raise arguments.refusal(reason, dest)
     _check_offloading(arguments)
-    # The warm-up runs the script, and so layers that no formula knows.
+    # The warm-up runs the script itself, so it can time layers for which no formula exists.
     for dest in () if needs_warm_up else unmodelled(arguments):
         raise arguments.refusal(UNMODELLED[dest], dest)
     if hybrid_pattern(arguments):
@@ -176,7 +177,8 @@ def _data_pins(arguments: Arguments, own: Layout) -> Iterator[Pin]:
         shown = arguments.shown("dataloader_type")
         yield Pin(("dp", "micro_batch_size"), f"{shown} shuffles within each replica: dp and micro-batch stay")
     if arguments.get("rampup_batch_size") and release_of(arguments.version) < (0, 18):
-        # The smallest batches of a ramp-up must also divide among the replicas, and must fill an interleaved pipeline.
+        # The smallest batch sizes of a ramp-up must also divide among the replicas, and must fill an interleaved
+        # pipeline.
         held = ("dp", "micro_batch_size", "vpp") if own.vpp == 1 else ("dp", "micro_batch_size", "pp", "vpp")
         yield Pin(held, f"{arguments.shown('rampup_batch_size')} must divide at every step: {', '.join(held)} stay")
     # The loss is a mean over means of micro-batches, so the micro-batch size matters if tokens are masked.

@@ -49,13 +49,11 @@ def read_job(
         megatron_version: the release whose flags the script takes, such as `0.16.1`.
         device_kind: `cuda` or `cpu`.
         fix: names from `--pipette-fix`. OptionError for a name that is not a layout field.
-        for_prediction: if true, accept jobs that cannot be planned but whose memory and time can be predicted.
+        for_prediction: if true, accept jobs that cannot be planned if memory and time can be predicted.
         without_probes: if true, accept jobs that a warm-up cannot time, for plans without a warm-up.
-        for_planning: if true, accept a layout that Megatron refuses. A substitute then gets other degrees that divide
-            the number of ranks.
+        for_planning: if true, replace a layout that Megatron refuses by a layout with other parallel degrees.
         is_launched: if true, a script starts and checks unknown flags itself.
-        environment: variables of the workers, which select an attention backend and sizes of buffers. None = no
-            variables.
+        environment: variables of the workers, which select an attention backend and sizes of buffers.
         device_name: name of the GPUs, on which the attention backend depends. Empty if unknown.
         capability: major number of the GPUs' compute capability. None = derive the number from `device_name`.
 
@@ -80,12 +78,12 @@ def read_job(
 
 
 class _FlagsLayout(NamedTuple):
-    """Layout from the flags, or a substitute for a layout that Megatron refuses."""
+    """Layout from the user's flags, or a substitute if Megatron refuses the layout from the flags."""
 
     layout: Layout
     refusal: MegatronError | None = None
     changed: frozenset[str] = frozenset()
-    """Fields of the substitute that differ from the flags."""
+    """Layout fields in which the substitute differs from the flags."""
 
 
 class _OwnLayout(NamedTuple):
@@ -125,7 +123,7 @@ class _Reader:
         model = read_model(given, vocabulary, device_kind=kind, environment=environment, capability=self.capability)
         found = self._flags_layout()
         if starts_nothing:
-            # A launched script refuses flags itself, and may accept more flags than NVIDIA's script.
+            # A launched script refuses unknown flags itself, and may accept more flags than NVIDIA's script.
             check_flags(given, found.layout)
             if kind == "cuda":
                 check_formats(given, found.layout, device_name=self.device_name, capability=self.capability)
@@ -180,7 +178,10 @@ class _Reader:
             return _FlagsLayout(found[0], error, found[1])
 
     def _own_layout(self, found: _FlagsLayout, *, num_layers: int) -> _OwnLayout:
-        """Apply the checkpoint's values. Raise the refusal if a substitute changed a field that must not change."""
+        """Apply the checkpoint's values.
+
+        Raise Megatron's refusal if a substitute changed a field that must not change.
+        """
         given = self.given
         demanded = demands(given, found.layout, num_layers=num_layers)
         takes_sizes = demanded.own and given.get("use_mp_args_from_checkpoint_args")
@@ -205,11 +206,15 @@ def global_batch_size(words: Sequence[str]) -> int | None:
 
 
 def _batch(given: Arguments, own: Layout) -> Batch:
-    """Return the batch. As in Megatron, the default is one micro-batch on each replica of the user's own layout."""
+    """Return the batch size.
+
+    As in Megatron, the default is one micro-batch on each replica of the user's own layout.
+    """
     schedule = given.get("step_batch_size_schedule")
     if not schedule:
         return Batch(global_batch_size=given.size("global_batch_size", default=own.micro_batch_size * own.dp))
-    # `0:384 200B:768` has thresholds in samples and batch sizes (StepBatchsizeNumMicroBatchesCalculator).
+    # The text `0:384 200B:768` has pairs of a threshold in samples and a batch size
+    # (StepBatchsizeNumMicroBatchesCalculator).
     sizes = re.findall(r"(?:^|[\s,])[\d.]+[KMBT]?:(\d+)(?=$|[\s,])", schedule.strip(), flags=re.IGNORECASE)
     if not sizes or len(sizes) != len(schedule.replace(",", " ").split()) or int(sizes[-1]) < 1:
         reason = "not a list such as 0:384 200B:768, thresholds with batch sizes"

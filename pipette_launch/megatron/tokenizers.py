@@ -97,7 +97,7 @@ def sentencepiece_pieces(path: Path) -> list[str] | None:
         place, pieces = 0, []
         while place < len(data):
             tag, place = _varint(data, place)
-            if tag & 7 != 2:  # the pieces come first, and these fields all have a length
+            if tag & 7 != 2:  # pieces come first, and have type 2 (with a length)
                 break
             length, place = _varint(data, place)
             if tag >> 3 == 1:
@@ -186,7 +186,7 @@ def read_vocabulary(arguments: Arguments, environ: Mapping[str, str] = os.enviro
     if kind is None and arguments.get("vocab_file") is None and arguments.get("vocab_size") is not None:
         # The script has its own tokenizer, and only `--vocab-size` describes it.
         return Vocabulary(arguments.size("vocab_size"), divisible_by)
-    kind = kind or "GPT2BPETokenizer"  # the default of NVIDIA's pretrain_gpt.py
+    kind = kind or "GPT2BPETokenizer"  # default of NVIDIA's pretrain_gpt.py
     size, note = _exact_count(arguments, kind, environ), ""
     if size is None:
         size, note = _assumed_count(arguments, kind, environ)
@@ -233,7 +233,10 @@ def _counted(path: str, kind: str, environ: Mapping[str, str]) -> int | None:
 
 
 def _assumed_count(arguments: Arguments, kind: str, environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return the probable number of tokens, and a note that gives the reason. MegatronError if nothing indicates it."""
+    """Return the probable number of tokens, and a note that gives the reason.
+
+    MegatronError if nothing indicates the number.
+    """
     path = arguments.get("tokenizer_model") or ""
     counted = _counted(path, kind, environ) if path else None
     if counted:

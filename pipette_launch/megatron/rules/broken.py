@@ -21,8 +21,8 @@ SIZES = {**DEGREES, "microbatch_group_size": GROUP_SIZE}
 class Rules:
     """One job on one kind of device. `judge` applies the rules to the layouts of this job.
 
-    Sources: `validate_args` (megatron/training/arguments.py) and TransformerConfig of core_v0.14.0 to v0.19.0 (line
-    numbers of v0.16.1), and failures that appear only at run time.
+    The rules come from `validate_args` (megatron/training/arguments.py) and TransformerConfig of core_v0.14.0 to
+    v0.19.0, and from failures at run time. Line numbers refer to v0.16.1.
     """
 
     job: Job
@@ -30,11 +30,17 @@ class Rules:
     device_kind: str
     options: PerformanceOptions
     rooms: Domains | None = None
-    """Sizes of hosts and NVLink domains, for groups that must fit. None on CPU and for Megatron's own rules."""
+    """Sizes of hosts and NVLink domains into which groups of ranks must fit.
+
+    None on CPU and for Megatron's own rules.
+    """
 
     @property
     def ramps_up(self) -> bool:
-        """True if the batch grows. From 0.18 on Megatron ignores this flag (num_microbatches_calculator.py)."""
+        """True if the batch size grows during training.
+
+        Megatron ignores `--rampup-batch-size` from 0.18 on (num_microbatches_calculator.py).
+        """
         return bool(self.options.rampup_batch_size) and self.release < (0, 18)
 
     @classmethod
@@ -69,7 +75,10 @@ Broken: TypeAlias = Iterator[BrokenRule]
 
 
 def _shown(name: str, arguments: Arguments, layout: Layout) -> Iterator[str]:
-    """Yield the flags of a layout field in the user's words. If no flag sets a size, show the flag that would."""
+    """Yield the flags of a layout field in the user's words.
+
+    If no flag sets a size, yield the flag that could set the size.
+    """
     if name not in SIZES:
         yield from (arguments.shown(dest) for dest in DESTS_OF.get(name, (name,)) if arguments.is_given(dest))
         return

@@ -77,7 +77,7 @@ def pipeline_faults(rules: Rules, pp: int) -> Broken:
         yield BrokenRule(f"{flag_of('defer_embedding_wgrad_compute')} needs pp > 1", (), _SET_PP)
     if options.fp8 is None or not options.first_last_layers_bf16:
         return
-    # In 16 bits, TransformerConfig allows the first and the last stage at most num_layers / pp of these layers.
+    # TransformerConfig allows at most num_layers / pp layers in bf16 on the first stage, and on the last stage.
     most = rules.job.model.num_layers // pp
     for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
         if getattr(options, name) > most:
@@ -99,7 +99,8 @@ def context_faults(rules: Rules, tp: int, cp: int) -> Broken:
     if model.transformer_impl == "local":
         yield BrokenRule("context parallelism needs Transformer Engine's attention", ("cp", "transformer_impl"))
     elif model.attention_backend == "unfused" and model.params_dtype != "fp32":
-        # Transformer Engine v2.3 to v2.18 finds no backend (dot_product_attention/utils.py, get_attention_backend).
+        # Transformer Engine v2.3 to v2.18 finds no backend for unfused attention with context parallelism
+        # (dot_product_attention/utils.py, get_attention_backend).
         reason = "Transformer Engine's unfused attention has no context parallelism"
         yield BrokenRule(reason, ("cp", "attention_backend"), "use --attention-backend auto, flash or fused")
     if model.seq_length % (2 * cp):
@@ -117,7 +118,8 @@ def _exchange_faults(rules: Rules, tp: int, cp: int) -> Broken:
     """Check the kinds of exchange in `--cp-comm-type`. All-to-all divides the heads over the ranks of the exchange."""
     model, options = rules.job.model, rules.options
     flag, sizes = flag_of("cp_comm_type"), options.hierarchical_context_parallel_sizes
-    # TE raises at the first forward (context_parallel.py, attn_forward_func_with_cp); Megatron's help has "allgather".
+    # For other kinds, Transformer Engine raises an error at the first forward (context_parallel.py,
+    # attn_forward_func_with_cp). Megatron's help names the kind "allgather", which Transformer Engine does not know.
     for kind in sorted({*options.cp_comm_type} - {"p2p", "all_gather", "a2a", "a2a+p2p"}):
         remedy = "write p2p, all_gather, a2a or a2a+p2p"
         yield BrokenRule(f"Transformer Engine has no exchange {kind!r}", ("cp", "cp_comm_type"), remedy)
@@ -154,10 +156,11 @@ def replicas_faults(rules: Rules, dp: int, cp: int) -> Broken:
 
 
 def _alone_faults(rules: Rules, replicas: int) -> Broken:
-    """Check that under Megatron-FSDP several ranks share all weights and experts. Otherwise gradients are wrong.
+    """Check that under Megatron-FSDP several ranks share all weights and experts.
 
-    A buffer of a single rank is not sharded, and the reduced gradients are added to the old contents of the buffer
-    (param_and_grad_buffer.py:2029, 3253-3257 of megatron_fsdp; so in 0.14 to 0.20, seen with 0.16.1).
+    With a single rank, gradients would be wrong. Megatron-FSDP does not shard the buffer of a single rank, and adds
+    reduced gradients to the old contents of this buffer (param_and_grad_buffer.py:2029, 3253-3257 of megatron_fsdp).
+    The fault is in 0.14 to 0.20, and was seen with 0.16.1.
     """
     options = rules.options
     if replicas == 1 and options.use_megatron_fsdp and options.data_parallel_sharding_strategy in SHARDS_GRADIENTS:
@@ -310,7 +313,7 @@ def schedule_faults(rules: Rules, pp: int, vpp: int, group_size: int, samples: i
     last = rules.job.batch.global_batch_size // samples
     grown = range(0)
     if rules.ramps_up:
-        # Check `group` numbers of micro-batches while the batch grows, because then their remainders repeat.
+        # While the batch grows, check only the first `group` batch sizes. After them, remainders modulo `group` repeat.
         first, step = (size // samples for size in rules.options.rampup_batch_size[:2])
         grown = range(first, last, max(1, step))[:group]
     for count in (last, *grown):

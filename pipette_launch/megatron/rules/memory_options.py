@@ -108,7 +108,7 @@ def _unit_faults(rules: Rules, recompute: Recompute, layers: frozenset[int]) -> 
     if recompute.method != "uniform":
         return
     # Megatron runs whole units of layers, even past the chunk's end (transformer_block.py:536-547 of 0.16.1). From 0.17
-    # on the last unit is shorter.
+    # on, the chunk's last unit is shorter instead.
     if rules.release < (0, 17) and any(size % recompute.num_layers for size in layers):
         reason = "before 0.17 uniform recompute takes units that divide every chunk's layers"
         yield BrokenRule(reason, ("recompute",), f"chunks have {' or '.join(map(str, sorted(layers)))} layers")
@@ -123,7 +123,7 @@ def _module_faults(rules: Rules, recompute: Recompute) -> Broken:
         return
     names, remedy = ("recompute_modules",), "remove the module"
     if "mlp" in recompute.modules and rules.job.model.add_bias_linear:
-        # The backward never ends (seen with megatron-core 0.16.1).
+        # With biases, recompute of `mlp` makes the backward hang (seen with megatron-core 0.16.1).
         reason = "recompute of mlp hangs if layers have biases"
         yield BrokenRule(reason, names, remedy, is_refused=False)
     for reason in _refused_modules(rules, {*(recompute.modules or ("core_attn",))}):

@@ -35,8 +35,8 @@ class Subcommand(NamedTuple):
     """Command lines for the help text; `$ARGS` stands for `EXAMPLE_ARGS`."""
     exit_codes: str = EXIT_CODES
     pass_on: Callable[[Sequence[str]], None] | None = None
-    """Function that replaces this process by another program, and gets the unparsed words after the subcommand. None =
-    `pipette` parses the words."""
+    """Function that replaces this process by another program, and gets the unparsed words after the subcommand. If this
+    field is None, `pipette` parses the words itself."""
 
 
 def flag_of(option: str) -> str:

@@ -37,7 +37,7 @@ def _add_doctor_arguments(parser: ArgumentParser) -> None:
 
 def _doctor(args: Namespace) -> int:
     """Print the findings; return 1 if a finding would stop a job."""
-    # Allow a missing torch, because `pipette doctor` reports it as a finding.
+    # Allow a missing torch, because `pipette doctor` reports this problem as a finding.
     check_installed(but=frozenset({"torch"}))
     from pipette_launch.cli.machine_checks import examine
     from pipette_launch.facts import files

@@ -30,7 +30,7 @@ INTERRUPTED = 130
 
 
 def parser() -> ArgumentParser:
-    """Return torchrun's parser with the `--pipette-` flags added. No torchrun flag has this prefix."""
+    """Return torchrun's parser with the `--pipette-` flags added. No flag of torchrun begins with `--pipette-`."""
     from torch.distributed.run import get_args_parser
 
     from pipette_launch import __version__
@@ -164,7 +164,7 @@ def _launch(words: Sequence[str], siblings: Siblings) -> None:
     check_own_flags(whole, words)
     args = parsed(whole, words)
     step = slurm.take_flags(args, slurm.given_flags(whole, words, os.environ), os.environ)
-    # If the flags come from a SLURM step, the tasks of a node share one launcher.
+    # If the flags come from a SLURM step, the tasks of a node share one launcher, so no advice is needed.
     advice = "" if step is not None else slurm.several_launchers(os.environ)
     options = options_from(args, advice=advice)
     _note_lone_tasks(args, advice, os.environ)
@@ -325,7 +325,7 @@ def _without_collections() -> Iterator[None]:
     try:
         yield
     finally:
-        # Imported objects live as long as the process, so later collections skip these objects too.
+        # Imported objects live as long as the process, so let later garbage collections skip these objects too.
         gc.freeze()
         if was_enabled:
             gc.enable()

@@ -23,7 +23,7 @@ from pipette_launch.installed import explained_import_error
 from pipette_launch.text import did_you_mean, escape_log_lines, printable
 
 BAD_INPUT = (UsageError, MegatronError, FactError, FileFormatError, ClusterError)
-"""Types of errors in the command line or a named file, which exit with 2, as argparse does."""
+"""Types of errors in the command line or a named file. These errors exit with 2, as argparse does."""
 SHELLS = ("bash", "zsh", "tcsh")
 PATHS = {"FILE", "DIR", "PLAN", "SCRIPT", "WHERE"}
 """Placeholders in help texts that a shell completes as a path."""

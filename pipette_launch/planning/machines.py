@@ -27,7 +27,7 @@ for 16,384 hosts."""
 ITS_OWN_MODEL = (
     "The layer times belong to the model that the warm-up timed, and are wrong for layers of another kind or size."
 )
-"""Note on measurements whose file does not name the model whose layers were timed."""
+"""Note on a measurements file that does not name the model whose layers were timed."""
 
 Kind = Literal["cuda", "cpu"]
 

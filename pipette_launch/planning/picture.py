@@ -56,7 +56,7 @@ class Picture:
 
     chosen: DrawnStep
     own: DrawnStep | None
-    """Step of the user's own configuration. None = this configuration is the chosen one, or cannot run."""
+    """Step of the user's own configuration. None = the user's own configuration was chosen, or cannot run."""
     memory_bytes: tuple[dict[str, int], ...]
     """Bytes of each kind of memory, for each pipeline rank. The bytes of a rank sum to the rank's predicted peak in the
     plan."""

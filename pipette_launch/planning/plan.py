@@ -162,7 +162,7 @@ def read_problem(request: PlanRequest) -> PlanProblem:
 
 
 def search_plan(problem: PlanProblem) -> Plan:
-    """Search for the best plan. If there is no plan, the PlanError names the limit and a remedy."""
+    """Search for the best plan. If no plan is possible, PlanError names the limit and a remedy."""
     request, measured, machines = problem.request, problem.measurements, problem.machines
     schedules = schedule_names(request.schedules)
     settings: tuple[float | str, ...] = (request.margin, request.memory_margin, *schedules)
@@ -296,7 +296,7 @@ def make_plan(
 def placed_for(
     plan: Plan, job: Job, measurements: Measurements, outcomes: Sequence[Outcome], *, options: SolveOptions
 ) -> Plan:
-    """Place the ranks of a plan again on the remaining hosts, and predict the step time on these hosts.
+    """Place the ranks of a plan again on the remaining hosts, and predict the plan's step time there.
 
     The user's own configuration stays in torchrun's order.
     """

@@ -39,9 +39,9 @@ def plan_key(
 ) -> str:
     """Digest all facts and settings that a plan depends on.
 
-    The digest leaves out free memory, which changes every minute. The digest also leaves out the budget,
-    because a plan of a short warm-up or search is valid too. The digest leaves out the order of hosts, because a plan
-    names the hosts.
+    The digest leaves out free memory, which changes every minute. The digest also leaves out the budget, because a plan
+    is valid after a short warm-up or search too. The digest leaves out the order of hosts, because a plan names the
+    hosts.
     """
     # Notes, the number of iterations and the log interval do not change a step.
     work = replace(job, notes=(), train_iters=None, log_interval=1)

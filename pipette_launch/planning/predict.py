@@ -118,7 +118,7 @@ def _count(
 def count_by_formula(
     job: Job, pp_ranks: Sequence[int], overhead: Overhead, *, measured: Measurements | None = None
 ) -> CountedStages:
-    """Count the memory of these pipeline ranks in the job's own layout, with the same peaks as the planner.
+    """Count the memory of some pipeline ranks in the job's own layout, with the same peak formula as the planner.
 
     A stage with a measured peak has this peak, and the formula's kinds of memory are scaled to the peak.
     """
@@ -136,7 +136,7 @@ def count_by_formula(
 
 
 def count_by_execution(job: Job, pp_ranks: Sequence[int], overhead: Overhead, *, cache: Path | None) -> CountedStages:
-    """Run megatron-core's own code for these pipeline ranks with fake tensors, in a separate process.
+    """Run megatron-core's own code for some pipeline ranks with fake tensors, in a separate process.
 
     Raises PlanError if megatron-core or torch is missing, refuses the layout, or uses a feature that is not modelled.
     """

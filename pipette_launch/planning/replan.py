@@ -102,8 +102,8 @@ def decide(
     """Decide how a new round continues with the plan of the last round and its decision `held` (None = no last round).
 
     The job keeps a plan while all hosts with workers are present, even if a host on standby leaves. A lost host decides
-    before the reports of other hosts, whose workers died because the host was lost. A lost host and a plan that cannot
-    start do not count as restarts (--max-restarts), but every other failure does.
+    before the reports of other hosts, because workers there died only due to the loss. A lost host and a plan that
+    cannot start do not count as restarts (--max-restarts). Every other failure counts.
 
     Args:
         records: one record for each agent of the new round whose host can train.
@@ -145,7 +145,7 @@ def decide(
 
 
 def _refitted(held: Decision, hosts: Sequence[str], least_nodes: int) -> Plan | None:
-    """Fit the present plan or one of its fallback plans to the present hosts. None if no plan fits these hosts."""
+    """Fit the present plan or one of its fallback plans to the present hosts; return None if no plan fits."""
     if held.plan is None:
         return None
     # Leave out a host that was on standby and is not in the plan, because this host is sick.

@@ -54,7 +54,7 @@ def _plans(comparison: Comparison) -> Iterator[Line]:
 
 def _parts(comparison: Comparison) -> Iterator[Line]:
     shown = [(number, entry.choice) for number, entry in enumerate(comparison.entries, 1) if entry.choice is not None]
-    # Plans that cannot run do not choose the columns, because other plans may lack the longest part of such a plan.
+    # A plan that cannot run does not choose the columns, because its longest part may be missing in the other plans.
     weighed = [entry.choice for entry in comparison.entries if entry.runs and entry.choice] or [one for _, one in shown]
     longest_s: dict[str, float] = {}
     for choice in weighed:
@@ -86,5 +86,5 @@ def _places(comparison: Comparison) -> Iterator[Line]:
 
 
 def _table(columns: str, heads: Sequence[str], rows: Iterable[Sequence[Line]]) -> Line:
-    # A heading has one word per line, so that a column is as narrow as its figures.
+    # A heading has one word per line, so that a column is only as wide as its numbers.
     return grid(columns, ([text(head.replace(" ", "\n"), "dim", keep="\n") for head in heads], *rows))

@@ -1,6 +1,6 @@
 """Elements of all screens on a terminal: texts, bars, bullets, tables of memory and flags, and the frame.
 
-Functions import rich, so that a command without a screen does not wait for this import.
+Each function imports rich itself, so that a command without a screen does not wait for this import.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Section: TypeAlias = "tuple[str, Iterable[Line]]"
 
 
 def text(words: str, style: str = "default", *, keep: str = "", **options: Any) -> Text:
-    """Return a text in one style. Characters that cannot be printed are escaped, except those in `keep`."""
+    """Return a text in one style. Characters that cannot be printed are escaped, except characters in `keep`."""
     from rich.text import Text
 
     return Text(printable(words, keep=keep), style=style, **options)
@@ -140,8 +140,8 @@ def screen(
 
 
 NOT_MODELLED = "Not modelled: "
-"""Start of a note about an effect that the cost model omits. Most screens only count these notes, and plan files list
-these notes."""
+"""Start of a note about an effect that the cost model omits. Most screens only count the notes with this start, and
+plan files list the notes."""
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
 TELLING = re.compile(
     r"own configuration|user's own layout .* is ruled out|own layout could not be priced|something else may be running|"
@@ -205,7 +205,7 @@ def advice(notes: Sequence[str]) -> list[str]:
 
 
 def note_lines(notes: Sequence[str], *, what: str) -> Iterator[Line]:
-    """Return notes with bullets. One last note counts the effects that are not modelled, and `what` names them."""
+    """Return notes with bullets. The last note counts effects on `what` (such as time) that are not modelled."""
     gaps = sum(note.startswith(NOT_MODELLED) for note in notes)
     yield from (bullet(note) for note in notes if not note.startswith(NOT_MODELLED))
     if gaps:

@@ -106,7 +106,7 @@ def _profile(plan: Plan, step: DrawnStep, ranks: Sequence[ProfiledRank]) -> Iter
     if not ranks:
         return
     if not {"I", "W"}.isdisjoint(step.kind_A):
-        raise PlanError(f"{plan.chosen.schedule} splits its backwards, and the profiler shows no halves of them")
+        raise PlanError(f"{plan.chosen.schedule} splits backward passes, and the profile does not show their halves")
     drawn = []
     for one in ranks:
         if one.world_size != layout.world_size or one.rank >= layout.world_size:
@@ -117,7 +117,7 @@ def _profile(plan: Plan, step: DrawnStep, ranks: Sequence[ProfiledRank]) -> Iter
         row = [index for index, rank in enumerate(step.rank_A) if rank == stage]
         steps, rest = divmod(len(one.kind_A), len(row))
         if rest or not steps:
-            passes = f"{len(one.kind_A)} passes, no multiple of the {len(row)} of a step of {layout.words()}"
+            passes = f"{len(one.kind_A)} passes, not a multiple of the {len(row)} in a step of {layout.words()}"
             raise PlanError(f"rank {one.rank} was profiled with {passes}: the profile is of another configuration")
         drawn.append((one, stage, row, steps))
     begins_s = min(one.start_s_A[(steps - 1) * len(row)] for one, _, row, steps in drawn)
@@ -203,7 +203,7 @@ def _layers(measurements: Measurements, how: str, left_out: list[str]) -> Iterat
         name = f"{time.part.replace('_', ' ')}, tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}"
         timed.setdefault(name, []).append(time)
     if len(timed) > MOST_TRACKS:
-        left_out.append(f"{len(timed) - MOST_TRACKS} of {len(timed)} shapes of layers")
+        left_out.append(f"{len(timed) - MOST_TRACKS} of {len(timed)} sizes of layers")
     yield _view(LAYERS, f"parts of the model, {how}, without communication")
     for tid, (name, times) in enumerate([*timed.items()][:MOST_TRACKS], 1):
         yield _track((LAYERS, tid), name)

@@ -1,1 +1,1 @@
-"""Find the layout and the placement with the least step time among those that fit in memory."""
+"""Finds the layout and the rank placement with the least step time, among layouts that fit in memory."""

@@ -153,17 +153,17 @@ class SearchInputs:
 
     @property
     def own_cannot_run(self) -> str:
-        """Reason that the user's own configuration cannot run here; empty if it can."""
+        """Reason that the user's own configuration cannot run here; empty if it can run."""
         return self.job.own_refusal or self.own_fault or self.own_split or ""
 
     @property
     def can_price_own(self) -> bool:
-        """True if the step of the user's own configuration can be predicted, and not only estimated from others."""
+        """True if the step of the user's own configuration can be predicted from times of its own sizes."""
         return self.own_fault is None and self.predictor.can_price(self.job.own)
 
     @property
     def own_dropped(self) -> str | None:
-        """Reason that the user's own legal layout cannot be chosen; None if it can."""
+        """Reason that the user's own legal layout cannot be chosen; None if it can be chosen."""
         if not self.predictor.can_price(self.job.own):
             return NOT_MEASURED
         return None if max(self.predictor.peaks(self.job.own)) <= self.limit_bytes(self.job.own) else OVER_MEMORY

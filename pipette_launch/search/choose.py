@@ -20,7 +20,8 @@ EQUAL = 0.005
 NEAREST = 32
 """Number of fastest candidates that are compared in detail; each comparison needs a whole prediction."""
 LEANER = 0.8
-"""An alternative counts as leaner if it needs at most this share of the least memory need so far."""
+"""An alternative counts as leaner if its memory need is at most this share of the least need of earlier
+alternatives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +193,7 @@ def num_axes(layout: Layout) -> int:
 
 
 def _own_choice(inputs: SearchInputs, candidates: Sequence[Candidate]) -> tuple[Choice, Layout | None]:
-    """Describe the user's own configuration, with the nearest candidate's step time if its own cannot be predicted."""
+    """Describe the user's own configuration; use the nearest candidate's step time if this step cannot be predicted."""
     own, basis = inputs.job.own, None
     placement = host_order(inputs.cluster.num_slots)
     if not inputs.can_price_own:

@@ -53,8 +53,8 @@ def rough_step(num_devices: int, *, devices_per_host: int, samples: int, layers:
     """Estimate the relative step time on `num_devices` devices; infinite if the model has fewer layers than stages.
 
     The estimate uses only numbers of replicas that divide the batch. If devices and batch have few common factors,
-    pipelines are deep. Deep pipelines wait while they fill, and their stage with most layers is the slowest. TP is
-    taken as the largest common divisor of a host's devices and a replica's devices. A replica needs the memory of at
+    pipelines are deep. Deep pipelines wait while they fill, and the stage with most layers is their slowest stage. TP
+    is taken as the largest common divisor of a host's devices and a replica's devices. A replica needs the memory of at
     least `least_devices` devices.
     """
     most_replicas = math.gcd(num_devices, samples)
@@ -106,7 +106,7 @@ def with_fallback_plans(
 
     A fallback plan must be able to load the checkpoints of the plan. If the checkpoint format fixes a layout that does
     not suit fewer hosts, a candidate with a suitable layout is chosen if the candidate is nearly as fast. `options` are
-    those of the search that found the plan, but with a time budget of `MOST_S` seconds for all fallback plans.
+    the options of the search that found the plan. The budget for all fallback plans together is `MOST_S` seconds.
     """
     if not needs.tolerate:
         return plan
@@ -245,13 +245,15 @@ class _Maker:
     def _plan_for(self, size: int, before: Layout) -> Plan | str:
         """Return the plan for the first `size` hosts, or the reason that no plan exists; use half of the time left.
 
-        The lost hosts are not known in advance. If one of the first `size` hosts is lost, a later host replaces it.
+        The lost hosts are not known in advance. If one of the first `size` hosts is lost, a later host replaces this
+        host.
         """
         kept = self.needs.continuation_of(before)
         ends_s = self.clock() + max(self.deadline_s - self.clock(), 0.0) / 2
         try:
             job = self.needs.job_of(size)
-            # The search with fixed TP and PP runs first, because it ends early and leaves its time to the other search.
+            # The search with fixed TP and PP runs first, because this search ends early and leaves its time to the
+            # other search.
             same = self._with_same_sizes(size, job, before, kept, ends_s)
             found = self._solved(size, keeping(job, before, kept.kept), ends_s - self.clock())
         except PipetteError as error:
@@ -297,7 +299,7 @@ class _Maker:
 
 
 def with_cases_of(job: Job, measurements: Measurements) -> Measurements:
-    """Add the compute cases of a job on these hosts that the warm-up did not measure.
+    """Add extrapolated times for the compute cases (layer sizes) of a job that the warm-up did not measure.
 
     Fewer hosts use other micro-batch sizes, whose times are extrapolated from measured times. Raises LayoutError if no
     layout of the job is legal on these hosts.

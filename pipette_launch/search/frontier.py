@@ -31,8 +31,8 @@ OPENED_AT_ONCE = 1024
 """Number of base layouts whose variants are listed in one call, which is cheaper than one call for each."""
 DIVED_AT_ONCE = 1024
 RARELY_RULED_OUT = 0.97
-"""If the rough bound is below this share of the step time to beat, the second bound is skipped: it is rarely more than
-3 % higher, and removed only 1 % of these base layouts."""
+"""If the rough bound is below this share of the step time to beat, the second bound is skipped: the second bound is
+rarely more than 3 % higher, and removed only 1 % of these base layouts."""
 LOOKED_THROUGH = 64
 """Number of layouts among which the search looks for layouts with less memory."""
 _DEGREES = ("tp", "pp", "cp", "ep")
@@ -81,8 +81,8 @@ class Frontier:
     def dive(self, count: int, *, below_s: float = math.inf) -> list[Promising]:
         """Return layouts that fit: up to `count` with the quickest flags, and `count` / 2 with the leanest flags.
 
-        These layouts give the search a first step time to beat. `take` returns the same layouts again in the order of
-        bounds. Base layouts with a rough bound above `below_s` are left out.
+        The returned layouts give the search a first step time to beat. `take` returns the same layouts again in the
+        order of bounds. Base layouts with a rough bound above `below_s` are left out.
         """
         rows = self._order_N[: bisect.bisect_left(self._rough, below_s)]
         self._quick = self._that_fit(rows, below_s)
@@ -148,7 +148,7 @@ class Frontier:
             is_lean_M = np.ones(len(place_M), dtype=bool)
             for name in FLAG_WORDS:
                 is_lean_M &= getattr(columns, name) == getattr(lean, name)[place_M]
-            # Check all kinds of recompute, because a layout may fit only with one of them.
+            # Check all kinds of recompute, because a layout may fit in memory only with one of these kinds.
             if self._fits_N(columns.take(np.flatnonzero(is_lean_M))).any():
                 return True
         self.dropped[OVER_MEMORY] += len(self._base.variants(self._order_N)[0]) if len(self._order_N) else 0
@@ -178,7 +178,7 @@ class Frontier:
         ]
 
     def _could_fit_N(self, rows: Ints) -> NDArray[np.bool_]:
-        """Return whether base layouts fit without activations; variants of the others count as over the limit.
+        """Return whether base layouts fit without activations; variants of unfit base layouts count as over the limit.
 
         No variant needs less memory than the leanest variant without activations. If memory is short, most base layouts
         fail this check, which costs less than listing and bounding their variants.
@@ -218,7 +218,7 @@ class Frontier:
                 self._admit(columns.layout(row), float(least_M[row]))
 
     def _admit(self, layout: Layout, least_s: float) -> None:
-        """Keep a layout, unless it is the user's own (priced anyway) or a kept layout needs no more recompute."""
+        """Keep a layout unless it is the user's own (priced anyway) or a kept layout needs no more recompute."""
         others = self._fitting.setdefault(replace(layout, recompute=NO_RECOMPUTE), [])
         if any(other.runs_no_more_than(layout.recompute) for other in others):
             self.outdone.add(layout)

@@ -131,7 +131,7 @@ class MemoryOptionTables:
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
-        """Kinds of recompute, in the order of their numbers in rows."""
+        """Kinds of recompute; rows store a kind as its index in this tuple."""
         return tuple(self._numbers)
 
     def first(self, columns: LayoutColumns) -> tuple[LayoutColumns, Ints, Counter[str]]:
@@ -232,7 +232,7 @@ def drops(faults: Broken, dropped: Counter[str]) -> bool:
 
 
 MOST = 1 << 17
-"""Largest number of base layouts. If there are more, the least promising base layouts are set aside."""
+"""Largest number of base layouts. If a job has more, the least promising base layouts are set aside."""
 MANY_TIMES = 8
 """Layers are balanced by the times of the user's micro-batch, and of a micro-batch this many times larger."""
 FEWEST_TOKENS = 512
@@ -277,7 +277,7 @@ class BaseLayouts:
         A choice is the micro-batch, the layer split, the group of micro-batches, sequence parallelism, the distributed
         optimizer, the overlaps, or recompute. Fields that must follow a choice may differ too: the group follows the
         micro-batch and the split, and the gather overlap follows the optimizer. Layouts with other degrees are not
-        neighbours, because they cannot use the placement of this layout.
+        neighbours, because their ranks cannot use the placement of this layout.
         """
         same_N = np.ones(len(self), dtype=bool)
         for name in Degrees._fields:
@@ -421,7 +421,7 @@ class _ChunksAndBatches:
         self._chunks_of = cache(self._new_chunks)
 
     def places(self, dense_D4: Ints) -> Ints:
-        """Return the index of the list of each row of dense degrees."""
+        """For each row of dense degrees, return the index of the row's list."""
         return self.lists.places((dp, pp, self._chunks_of(tp, pp)) for tp, pp, dp, _ in dense_D4.tolist())
 
     def _new_chunks(self, tp: int, pp: int) -> tuple[_Split, ...]:

@@ -63,7 +63,7 @@ def tiers_of(links: Links) -> Tiers:
     """Cluster hosts by single linkage, and end tiers at the largest growth of the joining links. O(H^2 log H).
 
     Single linkage uses the best link between two groups, so noise on single links has little effect. If all links of a
-    host are slow by a common factor, they are first divided by this factor, so that the host stays in its rack.
+    host are slow by a common factor, their times are first divided by this factor, so that the host stays in its rack.
     """
     distance_HH = distances_s(links)
     joints = spanning_tree(_without_bad_hosts(distance_HH))
@@ -102,7 +102,7 @@ def nearest(links: Links, count: int) -> Ints:
 
 
 def _without_bad_hosts(distance_HH: Floats) -> Floats:
-    """Divide the distances of each host by the factor by which it is slower to near hosts and to far hosts alike.
+    """Divide the distances of each host by the factor by which the host is slower to near and far hosts alike.
 
     A host alone in its rack is far from its nearest host, but not slow to far hosts, so its factor is 1.
     """
@@ -151,8 +151,8 @@ def _join(
 def _joined(near: Ints, far: Ints, lengths_HH: Floats, reach_H: Floats) -> Ints:
     """Join two chains at the least cost: end to end, or by inserting a single host into the other chain.
 
-    The cost of a chain is the sum of its link lengths, plus the typical distance of the host at each end as the
-    next link. Therefore a host that is far from all others lies inside a chain, and well connected hosts at the
+    The cost of a chain is the sum of its link lengths, plus the typical distance of the host at each end as the next
+    link. Therefore a host that is far from all other hosts lies inside a chain, and well connected hosts lie at the
     ends.
     """
     if len(near) == 1:

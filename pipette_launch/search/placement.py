@@ -1,7 +1,7 @@
 """The search for the placement of a layout with the least step time.
 
-A placement gives each slot (a device of a host) its RANK. The search begins at several start placements, and improves
-them by exchanging the ranks of whole hosts, or single ranks.
+A placement gives each slot (a device of a host) its RANK. The search begins at several start placements. The search
+improves a placement by exchanging the ranks of whole hosts, or single ranks.
 """
 
 # H = hosts, D = devices of one host, K = placements, Q = sets of ranks that one host holds.
@@ -44,7 +44,7 @@ SHUFFLED = 0.1
 
 
 def begin(problem: PlacementProblem, *, is_late: IsLate) -> tuple[Placed, float]:
-    """Return the best start placement (of all placements, if these are few), and the seconds of torchrun's order."""
+    """Return the best start placement (if placements are few, the best of all), and the seconds of torchrun's order."""
     order_W = np.arange(problem.slots.num_slots)
     starts_KW = starts(problem.layout, problem.cluster, most=FEW_STARTS, blocks=problem.blocks)
     is_allowed = bool((starts_KW[0] == order_W).all())
@@ -191,7 +191,8 @@ def _likely_orders(within_host: tuple[Links, ...]) -> Ints:
 # All placements of a layout on a few slots.
 
 AT_ONCE = 720 * 6**2
-"""If placements * slots^2 is at most this number (that of six slots), pricing all of them costs less than annealing."""
+"""If placements * slots^2 is at most this number (its value on six slots), pricing all placements costs less than
+annealing."""
 EXACT = 10_080
 """If the best layout has at most this number of placements, all are priced. Most layouts on eight slots have fewer
 placements."""
@@ -231,7 +232,7 @@ def num_placements(layout: Layout, slots: Slots) -> int:
 
 
 def placements(layout: Layout, slots: Slots) -> Iterator[Placement]:
-    """Yield every allowed placement with devices in the order of their numbers, except those that only rotate rings.
+    """Yield all allowed placements with devices in the order of their numbers; rotated rings are yielded once.
 
     If all data-parallel or all tensor-parallel indices grow by one, every group keeps its ranks and the order of its
     ring. Therefore only placements with data-parallel and tensor-parallel index 0 on slot 0 are yielded. With expert
@@ -271,9 +272,9 @@ than one."""
 PATIENCE = 12
 """Number of annealing steps without a new best placement after which annealing ends."""
 START_TEMPERATURE, END_TEMPERATURE = 0.01, 0.001
-"""First and last temperature of the annealing, as a share of the possible gain, so that both suit steps of 10 ms and of
-10 s. The annealer of Pipette ignores the size of a change, so a loss of 0.1 % is as likely to be accepted as a loss of
-100 %."""
+"""First and last temperature of the annealing, as a share of the possible gain, so that the same values suit steps of
+10 ms and of 10 s. The annealer of Pipette ignores the size of a change, so a loss of 0.1 % is as likely to be accepted
+as a loss of 100 %."""
 
 
 def annealed(problem: PlacementProblem, start: Placed, *, steps: int, rng: random.Random, is_late: IsLate) -> Placed:
@@ -367,7 +368,7 @@ def _rearranged(length: int, rng: random.Random) -> list[int]:
 FEW_HOSTS = 6
 """Largest number of hosts for which all orders (720 of six) are priced by the step time itself."""
 FEW_DOMAINS = 4
-"""Largest number of NVLink domains, if hosts must not leave them, for which all orders (24 of four) are priced."""
+"""If ranks must stay in an NVLink domain: largest number of domains for which all orders (24 of four) are priced."""
 MANY_HOSTS = 64
 DESCENTS = 3
 """Number of descents with different random numbers, up to `MANY_HOSTS` hosts. On more hosts, only one descent runs."""

@@ -87,7 +87,7 @@ class BoundArguments:
     unit: int
 
     def all(self) -> Iterator[BoundArgument]:
-        """Yield the arguments. If several give the same bound, the plan names the first, so easy ones come first."""
+        """Yield the arguments. Easy arguments come first, because the plan names the first of equal bounds."""
         yield BoundArgument(BEST_LINKS, self.best)
         if len(self.places) > 1:
             yield from self._of_places()
@@ -97,7 +97,7 @@ class BoundArguments:
         slowness_W = self._model.slowness_W
         slot = int(slowness_W.argmax())
         if slowness_W[slot] > slowness_W.min():
-            # Some stage must use the slowest slot.
+            # Some stage must use the slowest slot, because every slot has a rank.
             trials = copies(self._one, self._pp)
             _at_own_rank(trials.slowness_PD, float(slowness_W[slot]))
             name = self._model.fabric.cluster.slot_name(slot)
@@ -299,7 +299,7 @@ class BoundArguments:
         """Yield arguments that pipelines too long for one place must use links between places."""
         if self._all_hops_cross:
             yield BoundArgument(
-                "the hops of a pipeline use different links, and not all links are the best", self._mean
+                "the messages of a pipeline use different links, and not all these links are the best", self._mean
             )
         if 1 < self._per_place < self._pp:
             hop_s = float(self._hops[0].min())
@@ -308,7 +308,7 @@ class BoundArguments:
             yield BoundArgument(f"pipelines of {self._pp} stages leave their hosts", trials)
 
     def _add_ring(self, trials: Prices, ring: ring_bounds.Ring, slowest_s: float, *, has_best: bool) -> None:
-        """In trial k, raise the price of the rings of pipeline rank k to a slow link, which takes `slowest_s`.
+        """In trial k, raise the price of the rings of pipeline rank k to the price of a slow link, `slowest_s`.
 
         `has_best` is true if the trials already contain the price of the ring on its best link.
         """
@@ -319,9 +319,9 @@ class BoundArguments:
             target_SK[stages, stages % self._pp] += np.maximum(more_S - done_S, 0.0)
 
     def _exchange(self, trials: Prices, name: str, tour: ring_bounds.Tour, slowest_s: float, *, own_rank: bool) -> None:
-        """Raise the price of the groups of a name to a slow link, on which the largest collective takes `slowest_s`.
+        """Raise prices of the groups `name` to those of a slow link, on which the largest collective takes `slowest_s`.
 
-        With `own_rank`, trial k changes only the groups of pipeline rank k; otherwise it changes all ranks.
+        With `own_rank`, trial k changes only the groups of pipeline rank k; otherwise every trial changes all groups.
         """
         for index, item in enumerate(self._model.work.exchanges):
             if item.group == name:
@@ -358,7 +358,7 @@ def _raise(trials: Prices, *, hops: range | tuple[int, ...], seconds: float) -> 
 
 
 _ROUNDING = 1e-12
-"""Share by which the bound is lowered, because prices of placements add the same numbers in another order."""
+"""Share by which the bound is lowered to allow for rounding: placements add the same numbers in another order."""
 _EQUAL = 1e-9
 
 
@@ -373,7 +373,7 @@ class Bound:
 
 def placement_bound_s(model: PlacementCost) -> Bound:
     """Bound the step time of a layout over all its placements."""
-    # The first trial has the best link and the fastest slot everywhere. Arguments raise some of its prices.
+    # The first trial has the best link and the fastest slot everywhere. Each argument raises some prices of this trial.
     slowness_P1 = np.full((model.work.layout.pp, 1), model.slowness_W.min())
     best, places = best_prices(model.work, model.fabric, slowness_P1), ring_bounds.Places.of(model)
     best = replace(best, backward_hop_s_PD=best.backward_hop_s_PD.copy())
@@ -427,7 +427,7 @@ def blocks(layout: Layout, devices: int) -> list[BlockCase]:
     unit = 1
     for size, names in kinds:
         # The ranks that share experts consist of whole groups of the other kinds. If one of these groups spans several
-        # places, the ranks that share experts do so too.
+        # places, the ranks that share experts span several places too.
         breaks = (names, shared) if names != shared and kinds[-1][1] == shared and experts % size == 0 else (names,)
         found.append(BlockCase(unit=unit, breaks=breaks))
         if devices % math.lcm(unit, size):

@@ -116,7 +116,7 @@ def cheapest_between(cost_HH: Floats, part_H: Ints) -> float:
 
 
 def pipeline_splits(stages: int, longest: int, *, most: int) -> list[tuple[int, ...]]:
-    """Return sets of messages, if one part of the hosts holds at most `longest` consecutive stages of a pipeline.
+    """Return sets of messages between parts, if a part of the hosts holds at most `longest` consecutive stages.
 
     Message h leads from stage h to stage h + 1. Every pipeline sends all messages of at least one set between parts. If
     there are more than `most` minimal sets, all sets with a smaller number of messages are returned instead.
@@ -322,7 +322,7 @@ class Ring:
     """Data-parallel groups of the dense parameters or of the expert parameters."""
 
     tour: Tour
-    """The groups, with the smallest gradient reduction of any stage as their message."""
+    """Groups of the rings; their message has the smallest gradient bytes of any stage."""
     column: int
     """Column of `LayoutWork.gradient_bytes_S2`: 0 = dense parameters, 1 = expert parameters."""
 

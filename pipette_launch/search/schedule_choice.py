@@ -1,6 +1,7 @@
 """Pipeline schedules that Megatron lacks, for layouts that the search priced under Megatron's own schedules.
 
-The patch `schedules` runs these schedules. Chunks lie as in Megatron, or in a V: second chunks in reverse rank order.
+The patch `schedules` runs the schedules that Megatron lacks. Chunks lie as in Megatron, or in a V: second chunks in
+reverse rank order.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from pipette_launch.search.slots import IsLate, faster
 
 LEANEST = 2 / 9
 """Smallest share of Megatron's activations that any schedule keeps for layouts with several chunks. V-Min keeps a third
-of the activations of 1F1B, and interleaved 1F1B keeps 1.5 times those of 1F1B."""
+of the activations of 1F1B, and interleaved 1F1B keeps 1.5 times the activations of 1F1B."""
 GAIN = 0.02
 """A schedule that Megatron lacks must save this share of the step to replace Megatron's own schedule."""
 OF_ATTENTION = Recompute(granularity="selective")
 """Recompute of attention scores, assumed for the bytes kept for weight-gradient passes, which need no scores."""
 MOST_LAYOUTS = 4
-"""Largest number of layouts tried among those that fit under Megatron's own schedules, and again among the others."""
+"""Largest number of layouts tried among those that fit under Megatron's own schedules, and again among the layouts that
+do not fit."""
 _ONLY_STOCK = (
     "overlap_moe_expert_parallel_comm",
     "enable_cuda_graph",
@@ -50,7 +52,7 @@ Some = TypeVar("Some", Candidate, Promising)
 
 
 def unsupported(job: Job, cluster: Cluster) -> str:
-    """Return the reason that the job can run only Megatron's own schedules; empty if it can run others."""
+    """Return the reason that the job can run only Megatron's own schedules; empty if it can run other schedules."""
     if any(host.shares_cores for host in cluster.hosts):
         return "slots share cores here, so other slots use the cores that an idle slot leaves free"
     if not RELEASES[0] <= job.release < RELEASES[1]:
@@ -129,7 +131,7 @@ def best_scheduled(
     Args:
         inputs: job and machines, for which `unsupported` is empty.
         candidates: layouts priced under Megatron's own schedules.
-        over_the_limit: layouts that do not fit under Megatron's own schedules, but may fit under others.
+        over_the_limit: layouts that do not fit under Megatron's own schedules, but may fit under other schedules.
         chosen: best choice under Megatron's own schedules, which another schedule must beat.
         names: names of schedules, from `facts.known_schedules.EXECUTABLE`.
         seed: seed of all random numbers.

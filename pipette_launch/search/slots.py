@@ -1,4 +1,4 @@
-"""Slots of a cluster, the placements that are allowed on them, and good placements to start from."""
+"""Slots of a cluster, the allowed placements of ranks on slots, and good placements to start from."""
 
 # H = hosts, D = devices of one host, S = slots, K = placements, P = pipeline ranks. A placement is the RANK of each
 # slot. Q = blocks of ranks, one for each host.
@@ -34,10 +34,10 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slots:
-    """The slots of a cluster, and the rules for placements on them.
+    """The slots of a cluster, and the rules for placements on these slots.
 
-    On CUDA the RANKs of a host must differ modulo D. Then LOCAL_RANK = RANK % D with one CUDA_VISIBLE_DEVICES list for
-    the host puts every rank on its slot, and code that takes RANK modulo the device count finds its own device.
+    On CUDA the RANKs of a host must differ modulo D. Then LOCAL_RANK = RANK % D, and one CUDA_VISIBLE_DEVICES list for
+    the host puts every rank on its slot. Code that takes RANK modulo the device count finds its own device too.
     """
 
     num_hosts: int
@@ -143,7 +143,7 @@ class PlacementProblem:
         return Placed(placement=placement, cost_s=cost_s, is_optimal=cost_s <= self.bound_s * (1 + 1e-9))
 
     def best_of(self, candidates: Sequence[Placement] | Ints) -> Placed:
-        """Price placements together, and return the fastest; if several are equally fast, the first of these."""
+        """Price placements together, and return the fastest; if several are equally fast, return the first of these."""
         placement_KW = np.asarray(candidates, dtype=np.int64)
         costs_s = self.objective.costs(placement_KW)
         least = int(costs_s.argmin())
@@ -156,7 +156,7 @@ def host_order(num_slots: int) -> Placement:
 
 
 def faster(one: Placed, other: Placed) -> Placed:
-    """Return the faster of two placements, or `one` if both are equally fast."""
+    """Return the faster of two placements, or the placement `one` if both are equally fast."""
     return min(one, other, key=lambda placed: placed.cost_s)
 
 
@@ -187,7 +187,8 @@ def _starts(degrees: Layout, slots: Slots, tiers: Tiers, most: int) -> Ints:
 def _laid_out(layout: Layout, slots: Slots, tiers: Tiers) -> Iterator[Ints]:
     """Yield placements: host-sized blocks of ranks in several orders, on hosts in several orders."""
     orders = [tiers.order_H]
-    # Number of hosts that hold one tensor-parallel or expert group. Its ranks exchange data in every pass.
+    # Number of hosts that hold one tensor-parallel or expert group. The ranks of these groups exchange data in every
+    # pass.
     unit = -(-max(layout.tp * layout.cp, layout.ep * layout.etp) // slots.devices_per_host)
     packed = _packed(tiers, unit)
     if unit > 1 and packed.tolist() != tiers.order_H.tolist():
@@ -206,7 +207,7 @@ def _laid_out(layout: Layout, slots: Slots, tiers: Tiers) -> Iterator[Ints]:
 
 
 def tilings(layout: Layout, slots: Slots) -> list[Ints]:
-    """Return arrays (H, D) of ranks: ways to divide the ranks into blocks, one for each host.
+    """Return arrays (H, D) of ranks. Each array is a way to divide the ranks into H blocks, one block for each host.
 
     A block has consecutive ranks, or every H-th rank, or consecutive ranks of the other rank mapping, which puts whole
     pipelines on a host.
@@ -237,7 +238,7 @@ def _packed(tiers: Tiers, unit: int) -> Ints:
 
 
 def _sequences(layout: Layout, block_HD: Ints, tiers: Tiers, unit: int) -> Iterator[Ints]:
-    """Yield orders of the blocks: by pipeline rank, by replica, or in rectangles of both that fill a group of hosts."""
+    """Yield orders of the blocks: by pipeline rank, by replica, or in stage x replica rectangles for a host group."""
     stage_Q = np.array([layout.cell_of(rank).pp for rank in block_HD[:, 0].tolist()])
     # Number of earlier blocks with the same pipeline rank.
     replica_Q = np.empty_like(stage_Q)

@@ -44,8 +44,8 @@ WHILE_PRICING = 1
 AFTER_PRICING = ((1024, (4, 2, 1)), (math.inf, (2, 1, 1)))
 """(most slots, numbers of layouts whose placements the rounds after pricing improve). On more slots a round is slow."""
 ALIKE = 2
-"""In one round, at most this number of layouts with equal degrees is placed. Good placements of one also suit the
-others."""
+"""In one round, at most this number of layouts with equal degrees is placed. A good placement of one layout also suits
+other layouts with these degrees."""
 ANNEALED, ANNEALED_NEAR, ANNEALED_FOR = 3, 0.05, 0.01
 """On `ANNEALED_SLOTS` slots, single ranks of at most `ANNEALED` layouts change hosts after all rounds. The step of
 these layouts is within 5 % of the best step, and their bound is at least 1 % below the best step."""
@@ -55,7 +55,7 @@ IN_VAIN = 0.15
 """On many slots, layouts of equal degrees are priced by rising bound, until consecutive layouts promise longer steps
 than the best step. Pricing stops once the seconds beyond the best step sum up to this share of the best step. A layout
 that promises a step no longer than the best step sets the sum to 0. All layouts with the user's own degrees are priced,
-because their predictions are the most certain."""
+because predictions for these degrees are the most certain."""
 DEGREES = attrgetter("tp", "pp", "cp", "ep", "etp")
 RAISED = 40
 """Number of layouts with the lowest bounds whose bounds are sharpened at the end, at most."""
@@ -68,7 +68,7 @@ class Searched:
     candidates: tuple[Candidate, ...]
     """Priced layouts in the order of pricing. The user's own layout comes first if it fits in memory."""
     num_seen: int
-    """Number of layouts that were priced or ruled out by their bound."""
+    """Number of layouts that were priced, or were ruled out by a lower bound above the best step."""
     num_aside: int
     floor_s: float
     is_cut_short: bool
@@ -158,11 +158,12 @@ class SearchLoop:
             self._beaten[found.layout] = found
 
     def _surround(self) -> None:
-        """Price the layouts that differ from the best layout in one choice, in its placement, until none is better.
+        """Price layouts that differ from the best in one choice, in the best placement, until no layout is better.
 
-        At 10,240 ranks, pricing takes milliseconds and improving a placement takes seconds. So even a search that the
-        deadline ends early returns a plan that no change of one flag improves. A neighbour that is not better is
-        dropped here. The frontier returns this neighbour later, and the search then tries its own start placements.
+        At 10,240 ranks, pricing takes milliseconds and improving a placement takes seconds. So a search that the
+        deadline ends early still returns a plan that no change of a single flag improves. A neighbour that is not
+        better is dropped here. The frontier returns the dropped neighbour later, and the search then tries the
+        neighbour's own start placements.
         """
         while not self._is_late():
             leader = self._leader()
@@ -203,7 +204,7 @@ class SearchLoop:
         return found
 
     def _sharpened(self, one: Candidate) -> Candidate:
-        """Raise the bound of a layout once, by the links that it must use. Pricing placements takes longer."""
+        """Raise a layout's bound once, by the links that its ranks must use; this is faster than pricing placements."""
         if not one.bound_reason:
             bound = placement_bound_s(self._inputs.predictor.placement_cost(one.layout))
             one = replace(one, bound_s=max(bound.seconds, one.bound_s), bound_reason=bound.words)
@@ -308,7 +309,7 @@ def solve(
     provenance: Provenance,
     corrections: Corrections = NOTHING_LEARNED,
 ) -> Plan:
-    """Find the fastest legal layout that fits, and its placement, and compare it with the user's own configuration.
+    """Find the fastest legal layout that fits, place its ranks, and compare the plan with the user's own configuration.
 
     Arguments and seed decide each step of the search, and the budget only ends the search. So equal inputs give equal
     plans unless the budget runs out, and a larger budget never finds a slower step. The plan may still take another
@@ -345,7 +346,8 @@ def solve(
         dropped += Counter({BEATEN: beaten, UNPROMISING: searched.num_aside, OUTDONE: outdone})
     plan = _plan(inputs, searched, options, corrections.notes, provenance)
     if options.schedules:
-        # Schedules get a budget of their own, because schedules of long pipelines can take ten seconds to build.
+        # The search for schedules gets a budget of its own, because building schedules of long pipelines can take ten
+        # seconds.
         schedules_deadline_s = clock() + options.budget_s
         plan = _scheduled(plan, inputs, searched, frontier, options, lambda: clock() >= schedules_deadline_s)
     return replace(
@@ -397,7 +399,7 @@ def _plan(
 def _scheduled(
     plan: Plan, inputs: SearchInputs, searched: Searched, frontier: Frontier, options: SolveOptions, is_late: IsLate
 ) -> Plan:
-    """Choose a schedule that Megatron lacks if it saves enough; if no such schedule can run, note the reason."""
+    """Choose a schedule that Megatron lacks if it saves enough; note the reason if the job cannot run any."""
     fault = unsupported(inputs.job, inputs.cluster)
     if fault:
         return replace(plan, notes=(*plan.notes, f"Schedules beside Megatron's own are left out: {fault}."))

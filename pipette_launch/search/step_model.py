@@ -1,9 +1,9 @@
-"""A linear model of the step time of one layout: how it changes when hosts exchange the ranks that they hold.
+"""A linear model of the step time of one layout: how the step time changes when hosts exchange their ranks.
 
 The model is a block assignment problem, made at one placement, where the cost of the model equals the step time. At
-other placements, the model ignores three effects: the slowest of several links between two hosts, links inside hosts,
-and that the stages end at different times. The model prices a pipeline by a few paths through the schedule. Each path
-is a lower bound of the pipeline's time, linear in the durations, and is called a tangent.
+other placements, the model ignores three effects: several links between the same two hosts, links inside hosts, and
+different end times of the stages. The model prices a pipeline by a few paths through the schedule. Each path is a lower
+bound of the pipeline's time, linear in the durations, and is called a tangent.
 """
 
 # W = ranks, H = hosts, P = pipeline ranks, S = stages (model chunks), D = replicas, G = groups.
@@ -217,7 +217,7 @@ def _points(work: LayoutWork, durations_BD: Floats, hops_JD: Floats, spread: Spr
 
 
 def _steepest(value_CN: Floats, most: int) -> list[int]:
-    """Choose the first tangent, then repeatedly the tangent that most exceeds the chosen ones for a trial pipeline."""
+    """Choose the first tangent, then repeatedly the one that most exceeds the chosen tangents in a trial pipeline."""
     chosen = [0]
     model_N = value_CN[0]
     while len(chosen) < most:
@@ -232,7 +232,7 @@ def _steepest(value_CN: Floats, most: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Crossing:
-    """The exchanges of one kind of group that spans several hosts."""
+    """The collectives of one kind of group, whose groups span several hosts."""
 
     links: LinksBetweenHosts
     forward_IS: Floats
@@ -252,7 +252,8 @@ class Crossing:
         forward_S = tangents.most_B[:stages] + tangents.most_B[2 * stages :]
         weight_IS = forward_S * self.forward_IS + tangents.most_B[stages : 2 * stages] * self.backward_IS
         weight_IP = np.stack([weight_IS[:, rank::pp].sum(axis=1) for rank in range(pp)], axis=1)
-        # All pipeline ranks share one matrix, because they mostly do the same exchanges, in different numbers.
+        # All pipeline ranks share one matrix, because all pipeline ranks mostly do the same exchanges, only in
+        # different numbers.
         most = int(weight_IP.sum(axis=0).argmax())
         typical_I = np.median(self.exposed_s_IHH, axis=(1, 2)) + np.finfo(float).tiny
         share_P = typical_I @ weight_IP / (typical_I @ weight_IP[:, most])
@@ -313,7 +314,7 @@ class _Rings:
     matrix_P: Ints
     """Index of the version in `matrix_MHH` that each pipeline rank uses."""
     share_P: Floats
-    """Factor for each pipeline rank, by which the seconds of its version are multiplied."""
+    """Factor by which each pipeline rank multiplies the seconds of its version of the matrix."""
 
     def now_L(self) -> Floats:
         """Return the seconds of a ring at the current placement, as if each link were the slowest."""
@@ -383,7 +384,7 @@ def _add_reductions(builder: ProblemBuilder, view: View, end: StepEnd) -> None:
 
 
 def _add_aligned_gathers(builder: ProblemBuilder, view: View) -> None:
-    """Add one family: the gather of each rank's first chunk, minus the time until its first activation arrives.
+    """Add one family: the gather of each rank's first chunk, minus the time until the chunk's input arrives.
 
     Gathers of later chunks are left out, because the forwards of the previous chunk hide nearly all of their time.
     """
@@ -398,13 +399,13 @@ def _add_aligned_gathers(builder: ProblemBuilder, view: View) -> None:
 
 
 def _add_rings(builder: ProblemBuilder, rings: list[_Rings], end_P: Floats, slope_P: Floats) -> None:
-    """Add one family: the end of each pipeline rank as a function of the hosts that its links join.
+    """Add one family (a maximum): the end of each pipeline rank, which depends on the hosts that its links join.
 
     Args:
         builder: collects the problem.
-        rings: rings with their links.
+        rings: data-parallel rings of dense and of expert parameters, with their links.
         end_P: current end of each pipeline rank in seconds.
-        slope_P: seconds by which this end moves for each second of the rank's slowest link.
+        slope_P: seconds by which the end of a pipeline rank moves for each second of the rank's slowest link.
 
     """
     offsets = []
@@ -423,7 +424,7 @@ def _add_rings(builder: ProblemBuilder, rings: list[_Rings], end_P: Floats, slop
 
 
 def _add_first_gathers(builder: ProblemBuilder, view: View, tangents: Tangents) -> None:
-    """Add a family for each pipeline rank: the gather before its first forward, times the count of this forward."""
+    """Add a family for each pipeline rank: its first gather, weighted by the first forwards on the critical path."""
     work = view.model.work
     pp = work.layout.pp
     first_S = tangents.duration_BK[2 * len(work.rank_S) :, 0]

@@ -194,7 +194,7 @@ def step_parts(plan: Plan) -> dict[str, Any]:
 
 
 def timeline_view(plan: Plan, picture: Picture | None) -> dict[str, Any] | None:
-    """Return the timelines of both steps on the same scale, with figures of each rank. None if `picture` is None."""
+    """Return timelines of the chosen and the user's own step, with figures of each rank; None without `picture`."""
     if picture is None:
         return None
     shown = [("chosen", plan.chosen, picture.chosen)]
@@ -206,7 +206,7 @@ def timeline_view(plan: Plan, picture: Picture | None) -> dict[str, Any] | None:
         ranks = spaced(step.pp, max(2, MOST_ACTIONS * step.pp // len(step.rank_A)))
         rows, exposed, waiting = _figures(step)
         data.append(_numbers(step, ranks, longest_s / RESOLUTION))
-        waits = f", and ranks wait {waiting:.1%} of it in the mean" if step.pp > 1 else ""
+        waits = f", and ranks wait {waiting:.1%} of this time on average" if step.pp > 1 else ""
         steps.append(
             {
                 "title": f"{name.capitalize()}: {choice.layout.words()}, {choice.schedule}",

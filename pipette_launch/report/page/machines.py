@@ -21,13 +21,14 @@ from pipette_launch.search.near_hosts import tiers_of
 from pipette_launch.text import rate_text, seconds_text
 
 MOST_ROWS = 128
-"""Largest number of hosts with a drawn row of ranks. If there are more hosts, each host is a small square."""
+"""Largest number of hosts with a drawn row of ranks. On larger jobs, each host is drawn as a small square."""
 MOST_HOSTS = 2048
 """Largest number of hosts that the page draws and lists."""
 MOST_STAGES_NAMED = 32
 PASSES = ("forward", "backward")
 MOST_CELLS = 64
-"""Largest number of rows of a matrix. If there are more hosts, a row shows the slowest link of several neighbours."""
+"""Largest number of rows of a matrix. On larger jobs, a row stands for several neighbouring hosts, and shows their
+slowest link."""
 LEVELS = 7
 Floats = NDArray[np.float64]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 BEGIN, END = "<!--outcome-->", "<!--/outcome-->"
-"""Marks around the outcome in the page. Names in the page cannot contain these marks, because `<` is escaped."""
+"""Marks around the outcome in the page. Names in the page cannot contain the marks, because `<` is escaped."""
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 """Content security policy, which stops the page from loading anything from a network."""

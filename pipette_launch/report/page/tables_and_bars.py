@@ -136,7 +136,7 @@ def limit_in_view(limit_bytes: int, need_bytes: int) -> bool:
 
 
 def stages_drawn(needs: tuple[int, ...]) -> list[int]:
-    """Return all stages of a short pipeline. A long pipeline has MOST_STAGES stages, with both ends and the fullest."""
+    """Return all stages of a short pipeline, else MOST_STAGES stages with the first, the last and the fullest."""
     few = spaced(len(needs), MOST_STAGES - (len(needs) > MOST_STAGES))
     return sorted({*few, needs.index(max(needs))})
 

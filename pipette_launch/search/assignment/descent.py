@@ -1,7 +1,7 @@
 """A descent from a good assignment of seats (sets of ranks) to places (hosts), by swaps of two seats.
 
-Each step makes many swaps, those with the largest gains first. The descent mostly swaps seats of the groups that decide
-the cost.
+Each step makes many swaps, and begins with the swaps that gain most. The descent mostly swaps seats of the groups that
+decide the cost.
 """
 
 # Q = seats, H = places, D = most flows of a seat, M = distinct link matrices, K = near places, F = flows, G = groups,
@@ -114,7 +114,7 @@ class SwapPrices:
         alone_G, (share_G, log_share_G) = self._is_alone_G, shares_G
         terms_PS = self._terms(position, one_P, two_P)
         groups_PS = np.concatenate([self._group_QD[one_P], self._group_QD[two_P]], axis=1)
-        # If a swap changes several terms of one group, each term counts by its share of the sum of these terms.
+        # If a swap changes several terms of one group, each term gets an equal part of the group's change.
         same_PSS = groups_PS[:, :, None] == groups_PS[:, None, :]
         group_rise_PS = np.einsum("pij,pj->pi", same_PSS, terms_PS)
         steps_PS = np.minimum(group_rise_PS / softness_s + log_share_G[groups_PS], STEEPEST)
@@ -194,8 +194,8 @@ def descend(
 
     The cost of a family is the cost of its largest group. So only a swap that shortens a family's largest group helps,
     and another group may then be the largest. The descent therefore replaces maxima by soft maxima, which become harder
-    step by step. The descent proposes seats by their share in the soft maxima. It makes all swaps that lower the soft
-    cost and share no flow.
+    step by step. The descent proposes seats by their share in the soft maxima. In each batch, the descent makes all
+    proposed swaps that lower the soft cost and share no flow.
 
     Args:
         flows: assignment problem to solve.

@@ -29,7 +29,7 @@ class Flows:
     offset plus the sum of weight * seconds over the flows of the group. A plain sum of seconds is modelled as one
     family with one group. The slowest link of a ring is modelled as a family with one group for each link. The pipeline
     time T_PP of the Pipette paper is modelled as a family with one group for each pipeline. A seat is a set of ranks
-    that moves as a whole: those of a device, or of a host. If seats hold the ranks of a device, places are devices,
+    that moves as a whole: the ranks of a device, or of a host. If seats hold the ranks of a device, places are devices,
     else places are hosts.
 
     Raises:
@@ -90,7 +90,7 @@ class Flows:
         """Return the sum over families of the seconds of the largest group, for K assignments."""
         starts_N = np.searchsorted(self.family_G[self._by_family_G], np.arange(self.num_families))
         largest_KN = np.maximum.reduceat(group_seconds_KG[:, self._by_family_G], starts_N, axis=1)
-        # Add one family after another, because the order of additions must not depend on K.
+        # Add one family after another, so that the order of additions, and thus the rounding, does not depend on K.
         return np.asarray(sum(largest_KN.T))
 
     def group_seconds(self, place_KQ: Ints) -> Floats:

@@ -74,7 +74,7 @@ class Links:
     def __init__(self, *, latency_s: MatrixLike, bandwidth_bytes_per_s: MatrixLike) -> None:
         """Copy both matrices.
 
-        FactError if a matrix is not n x n, a latency is negative, or a bandwidth is not above 0.
+        Raise FactError if a matrix is not n x n, a latency is negative, or a bandwidth is not above 0.
         """
         size = len(latency_s)
         matrices = [_matrix(rows, size) for rows in (latency_s, bandwidth_bytes_per_s)]
@@ -122,7 +122,10 @@ class Links:
 
     @cached_property
     def extremes(self) -> tuple[tuple[int, int], ...]:
-        """The links with least and greatest bandwidth, as (sender, receiver). Empty for a single host or device."""
+        """The links with least and greatest bandwidth, as (sender, receiver).
+
+        The result is empty for a single host or device.
+        """
         if self.size < 2:
             return ()
         rates, diagonal = self.bandwidth_bytes_per_s.ravel(), np.eye(self.size, dtype=bool).ravel()
@@ -179,7 +182,7 @@ class Cluster(HostsOfJob):
     slot_speed: tuple[float, ...]
     """Compute speed of each slot relative to the median slot."""
     imagined: DeviceSpec | None = field(default=None, hash=False, metadata=ADDED_LATER)
-    """Type of all devices if the user only described the machines. None if the hosts are real."""
+    """Type of all devices if the user only described the machines. The type is None if the hosts are real."""
 
     def __post_init__(self) -> None:
         sizes = {len(host.devices) for host in self.hosts}
@@ -235,7 +238,10 @@ def in_device_order(placement_KW: ArrayLike, devices: int, order_D: Sequence[int
 
 
 def shared_order(placement: ArrayLike, devices: int) -> tuple[int, ...] | None:
-    """Return the devices of a host's ranks, beginning with the lowest rank. None if two hosts use different orders."""
+    """Return the devices of a host's ranks, beginning with the lowest rank.
+
+    Return None if two hosts use different orders.
+    """
     order_HD = np.argsort(np.asarray(placement).reshape(-1, devices), axis=1)
     return tuple(order_HD[0].tolist()) if (order_HD == order_HD[0]).all() else None
 

@@ -106,8 +106,8 @@ class Domains:
     def split(self, blocks: Sequence[RankBlock], placement: ArrayLike) -> RankBlock | None:
         """Return the first block whose ranks a placement (RANK of each slot) puts into several hosts or domains.
 
-        None if each block stays inside one host or domain. Blocks within domains are not checked if the domains are
-        unknown.
+        Return None if each block stays inside one host or domain. Blocks within domains are not checked if the domains
+        are unknown.
         """
         slot_R = np.argsort(np.asarray(placement), axis=None)
         for block in blocks:
@@ -140,7 +140,7 @@ def _linked_hosts(links: Links, least_bytes_per_s: float) -> tuple[int, ...]:
 def blocks_of(model: ModelSpec, options: PerformanceOptions, layout: Layout, domains: Domains) -> tuple[RankBlock, ...]:
     """Return the blocks of ranks that must stay together under a layout on GPUs.
 
-    LayoutError if blocks do not fill hosts or domains.
+    Raise LayoutError if blocks do not fill hosts or domains.
     """
     found = [tensor_block(options, layout.tp, domains)]
     if model.num_experts:
@@ -151,7 +151,7 @@ def blocks_of(model: ModelSpec, options: PerformanceOptions, layout: Layout, dom
 def tensor_block(options: PerformanceOptions, tp: int, domains: Domains) -> RankBlock | None:
     """Return the block that keeps a tensor-parallel group inside a host, or None.
 
-    LayoutError if blocks do not fill a host.
+    Raise LayoutError if blocks do not fill a host.
     """
     if not options.tp_comm_overlap or tp == 1:
         return None
@@ -164,7 +164,7 @@ def tensor_block(options: PerformanceOptions, tp: int, domains: Domains) -> Rank
 def expert_block(options: PerformanceOptions, group: int, domains: Domains) -> RankBlock | None:
     """Return the block of the flex dispatcher for expert groups of ep*etp ranks, or None.
 
-    LayoutError if blocks do not fill hosts or domains, or if DeepEP has no settings for the group.
+    Raise LayoutError if blocks do not fill hosts or domains, or if DeepEP has no settings for the group.
     """
     if options.moe_token_dispatcher_type != "flex" or group == 1:  # noqa: S105  this token is text
         return None

@@ -31,7 +31,7 @@ class Tier:
 
     name: str
     hosts_per_group: int | None = field(default=None, metadata=ADDED_LATER)
-    """Number of successive hosts in a group. None = all hosts are one group, unless `groups` is set."""
+    """Number of successive hosts in a group. With None, all hosts are one group, unless `groups` is set."""
     groups: tuple[tuple[str, ...], ...] = field(default=(), metadata=ADDED_LATER)
     """Names of the hosts in each group, for groups of unequal size or of hosts that are not successive."""
     link: Literal["card", "nvlink"] = field(default="card", metadata=ADDED_LATER)
@@ -41,7 +41,7 @@ class Tier:
     bandwidth_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
     """Bandwidth of one device when all devices send. A tier with a stated bandwidth has no `share`."""
     latency_s: float | None = field(default=None, metadata=ADDED_LATER)
-    """Latency of the tier in seconds. None = the latency of the device's card or NVLink."""
+    """Latency of the tier in seconds. With None, the tier has the latency of the device's card or NVLink."""
 
     def __post_init__(self) -> None:
         group, share, bandwidth, latency = self.hosts_per_group, self.share, self.bandwidth_bytes_per_s, self.latency_s
@@ -94,7 +94,10 @@ class FabricSpec:
     tiers: tuple[Tier, ...]
     """Levels of the network, the smallest groups of hosts first. The last tier contains all hosts of the job."""
     hosts: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
-    """Names of the hosts in torchrun's order, as plans for real hosts need them. Empty = host0, host1 and so on."""
+    """Names of the hosts in torchrun's order, as plans for real hosts need them.
+
+    Without names, the hosts are host0, host1 and so on.
+    """
     network_factor: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
     """Share of the usual bandwidth that a host with slower network cards reaches, by name of the host."""
     compute_factor: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
@@ -120,7 +123,7 @@ class FabricSpec:
                 )
 
     def host_names(self, num_hosts: int) -> tuple[str, ...]:
-        """Return the names of the hosts. FactError if the file names more or fewer hosts than the job has."""
+        """Return the names of the hosts. Raise FactError if the file names more or fewer hosts than the job has."""
         if not self.hosts:
             return made_up_names(num_hosts)
         if len(self.hosts) != num_hosts:
@@ -133,7 +136,7 @@ class FabricSpec:
     def links(self, num_hosts: int, device: DeviceSpec) -> Links:
         """Return the links between hosts, H x H, for one device of each host while all devices send.
 
-        FactError if a named host is not in the job, or if the outermost tier does not hold all hosts.
+        Raise FactError if a named host is not in the job, or if the outermost tier does not hold all hosts.
         """
         names = self.host_names(num_hosts)
         bandwidth_HH = np.zeros((num_hosts, num_hosts))
@@ -184,7 +187,10 @@ class FabricSpec:
         return whole if crosses or 2 * share < whole else share
 
     def domain_words(self, device: DeviceSpec, num_hosts: int) -> str:
-        """Return a sentence on the assumed number of hosts in each NVLink domain. Empty if nothing is assumed."""
+        """Return a sentence on the assumed number of hosts in each NVLink domain.
+
+        The sentence is empty if nothing is assumed.
+        """
         if self.tiers_on(device) == self.tiers or num_hosts <= device.domain_hosts:
             return ""
         share, whole = self._domain_share(device, num_hosts), device.domain_hosts
@@ -223,7 +229,7 @@ def made_up_names(num_hosts: int) -> tuple[str, ...]:
 
 
 def built_in_fabric(name: str) -> FabricSpec | None:
-    """Return the fabric with a built-in name, `uniform` or `fat-tree-N:1`. None for another name."""
+    """Return the fabric with a built-in name, `uniform` or `fat-tree-N:1`. Return None for another name."""
     if name == "uniform":
         return UNIFORM
     found = re.fullmatch(r"fat-tree-(\d{1,3}):1", name)

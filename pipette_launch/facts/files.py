@@ -188,12 +188,12 @@ def check_writable(path: Path) -> None:
 
 
 def read(path: Path, kind: type[D]) -> D:
-    """Read a document from a file. FileFormatError if the file is missing or damaged."""
+    """Read a document from a file. Raise FileFormatError if the file is missing or damaged."""
     return loads(kind, read_bytes(path), str(path))
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a file of at most MOST_BYTES bytes. FileFormatError if the file is larger or unreadable."""
+    """Read a file of at most MOST_BYTES bytes. Raise FileFormatError if the file is larger or unreadable."""
     try:
         with path.open("rb") as stream:
             data = stream.read(MOST_BYTES + 1)

@@ -19,7 +19,7 @@ class Meaning:
     what: str
     """Meaning of the word in one sentence."""
     unit: str = ""
-    """Unit of the number. Empty for a word without a number."""
+    """Unit of the number. The unit is empty for a word without a number."""
     how: str = ""
     """Formula or measurement that gives the number."""
     source: str = ""

@@ -21,7 +21,7 @@ class Holder:
     pid: int
     name: str
     used_bytes: int | None
-    """Memory of the process in bytes. None if the driver hides the number, as in a container."""
+    """Memory of the process in bytes. The number is None if the driver hides it, as in a container."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,10 +67,16 @@ class DeviceCondition:
     """
     pcie_generation_max: int | None = None
     pci_address: str = ""
-    """PCI address of the device as in sysfs, such as `0000:3b:00.0`. Empty = not reported."""
+    """PCI address of the device as in sysfs, such as `0000:3b:00.0`.
+
+    The address is empty if the driver does not report it.
+    """
     numa_node: int | None = None
     nic: str = ""
-    """Name of the network card nearest to the device, preferably an InfiniBand card. Empty = no card was found."""
+    """Name of the network card nearest to the device, preferably an InfiniBand card.
+
+    The name is empty if no card was found.
+    """
     nic_distance: Nearness | None = None
     persistence_mode: bool | None = None
     temperature_c: int | None = None
@@ -100,11 +106,14 @@ class Verdict:
     figure: str
     """The measured figure with a unit, such as `2 of 18 NVLinks are up`."""
     device: str = ""
-    """UUID of the device with the problem. Empty = the whole host has the problem."""
+    """UUID of the device with the problem. The UUID is empty if the whole host has the problem."""
     other_host: str = ""
-    """Name of the receiving host of a slow link. Empty if the problem is not a slow link."""
+    """Name of the receiving host of a slow link. The name is empty if the problem is not a slow link."""
     peers: str = ""
-    """Figure of similar hosts or devices for comparison, such as `18`. Empty = the problem needs no comparison."""
+    """Figure of similar hosts or devices for comparison, such as `18`.
+
+    The text is empty if the problem needs no comparison.
+    """
     advice: str = ""
     """Advice that solves the problem, such as `exclude it with --exclude=node17`."""
     is_sick: bool = True
@@ -136,7 +145,7 @@ class Finding:
     value: str
     """Result of the check with a unit, such as `1024 for this process`."""
     advice: str = ""
-    """Advice that solves the problem. Empty = no problem was found."""
+    """Advice that solves the problem. The advice is empty if no problem was found."""
 
     def words(self) -> str:
         """Return the result of the check as a sentence."""

@@ -57,9 +57,9 @@ class PerformanceOptions:
     first_last_layers_bf16: bool = False
     fp32_residual_connection: bool = False
     fp4: str | None = field(default=None, metadata={"flag": "--fp4-format"})
-    """FP4 format of the layers, such as `e2m1`. None = no FP4."""
+    """FP4 format of the layers, such as `e2m1`. With None, the layers do not use FP4."""
     fp8: str | None = field(default=None, metadata={"flag": "--fp8-format"})
-    """FP8 format of the layers, `e4m3` or `hybrid`. None = no FP8."""
+    """FP8 format of the layers, `e4m3` or `hybrid`. With None, the layers do not use FP8."""
     fp8_param_gather: bool = False
     fp8_recipe: str = "delayed"
     num_layers_at_end_in_bf16: int = 1
@@ -169,7 +169,10 @@ class PerformanceOptions:
     padded_vocab_size: int = 0
     """Vocabulary size with padding. 0 = no flag sets the padded size."""
     rampup_batch_size: tuple[int, ...] = ()
-    """Batch size ramp-up: first batch size, increment, and number of samples of the ramp-up. Empty = no ramp-up."""
+    """Batch size ramp-up: first batch size, increment, and number of samples of the ramp-up.
+
+    Without a ramp-up, the tuple is empty.
+    """
     sft: bool = False
 
     @property
@@ -191,7 +194,10 @@ _OPTIONS = {option.name: option for option in fields(PerformanceOptions)}
 
 
 def flag_of(option: str) -> str:
-    """Return the flag that sets an option, for messages: `fp8` -> `--fp8-format`. KeyError for an unknown option."""
+    """Return the flag that sets an option, for messages: `fp8` -> `--fp8-format`.
+
+    Raise KeyError for an unknown option.
+    """
     return str(_OPTIONS[option].metadata.get("flag", f"--{option.replace('_', '-')}"))
 
 
@@ -226,13 +232,20 @@ class Job:
     performance_flags: tuple[str, ...]
     """Sorted flags, as `--flag value`, which `megatron.performance.performance_options` reads."""
     cublas_workspace_config: str = field(default="", metadata=ADDED_LATER)
-    """CUBLAS_WORKSPACE_CONFIG of the workers, which sets the size of cuBLAS's buffers. Empty = not set."""
+    """CUBLAS_WORKSPACE_CONFIG of the workers, which sets the size of cuBLAS's buffers.
+
+    The text is empty if the environment does not set the variable.
+    """
     allocator_config: str = field(default="", metadata=ADDED_LATER)
-    """Options of torch's CUDA allocator in the workers' environment, without blanks. Empty = not set."""
+    """Options of torch's CUDA allocator in the workers' environment, without blanks.
+
+    The text is empty if the environment does not set the variable.
+    """
     own_refusal: str = field(default="", metadata=ADDED_LATER)
     """Reason why Megatron refuses the user's own configuration.
 
-    `own` is a substitute if Megatron refuses the configuration. Empty = no refusal.
+    `own` is a substitute if Megatron refuses the configuration. The reason is empty if Megatron accepts the
+    configuration.
     """
 
     @property

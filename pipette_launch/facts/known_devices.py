@@ -52,7 +52,10 @@ def device_named(name: str) -> DeviceSpec:
 
 
 def other_meanings(name: str) -> str:
-    """Return a sentence that lists other devices with this name. Empty if the name fits only one device."""
+    """Return a sentence that lists other devices with this name.
+
+    The result is empty if the name fits only one device.
+    """
     fitting = _fitting(words_of(name))
     taken = device_named(name)
     others = [device.name for device in fitting if device != taken]
@@ -62,10 +65,11 @@ def other_meanings(name: str) -> str:
 
 
 def device_of_driver(name: str) -> DeviceSpec | None:
-    """Return the device with this name, also in the driver's form, such as `NVIDIA H100 80GB HBM3`. None if unknown.
+    """Return the device with this name, also in the driver's form, such as `NVIDIA H100 80GB HBM3`.
 
-    MIG partitions, vGPUs, laptop GPUs and cards with other memory sizes are unknown, because their peak rates differ.
-    `cost.compute.carried_over.spec_of` takes the most similar device, but only for ratios of times.
+    Return None for an unknown device. MIG partitions, vGPUs, laptop GPUs and cards with other memory sizes are unknown,
+    because their peak rates differ. `cost.compute.carried_over.spec_of` takes the most similar device, but only for
+    ratios of times.
     """
     found = _meant(name)
     return found[0] if len(found) == 1 else None
@@ -78,12 +82,15 @@ def devices_like(name: str) -> tuple[DeviceSpec, ...]:
 
 
 def spec_of_cluster(cluster: Cluster) -> DeviceSpec | None:
-    """Return the type of a cluster's devices: the described type, or the type by a device's name. None if unknown."""
+    """Return the type of a cluster's devices: the type that the user described, or the type by a device's name.
+
+    Return None for unknown devices.
+    """
     return cluster.imagined or device_of_driver(cluster.hosts[0].devices[0].name)
 
 
 def capability_of_cluster(cluster: Cluster) -> int | None:
-    """Return the major number of the devices' compute capability. None if unknown."""
+    """Return the major number of the compute capability of a cluster's devices. Return None for unknown devices."""
     if cluster.imagined is not None:
         return cluster.imagined.compute_capability
     return accelerators.compute_capability(cluster.hosts[0].devices[0].name)

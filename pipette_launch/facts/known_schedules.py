@@ -28,7 +28,10 @@ FOLDING_RELEASE = (0, 16)
 
 
 def schedule_names(given: str) -> tuple[str, ...]:
-    """Read `stock`, `all` or schedule names separated by commas. UsageError for a name that cannot be executed."""
+    """Read `stock`, `all` or schedule names separated by commas.
+
+    Raise UsageError for a name that cannot be executed.
+    """
     if given in ("stock", "all"):
         return EXECUTABLE if given == "all" else ()
     names = tuple(name.strip() for name in given.split(",") if name.strip())
@@ -75,8 +78,8 @@ def interleaved(pp: int, vpp: int, microbatches: int, group_size: int) -> Schedu
     """Return Megatron's interleaved 1F1B: `group_size` micro-batches go through one chunk before the next chunk.
 
     Rank r runs 2(pp - r - 1) + (vpp - 1) * group_size chunk forwards ahead (lines 762-786). Each rank has `vpp` chunks.
-    Forwards and backwards follow the schedule table (line 798), but the backwards reverse the chunks. LayoutError if
-    Megatron would refuse these numbers (lines 996-1019).
+    Forwards and backwards follow the schedule table (line 798), but the backwards reverse the chunks. Raise LayoutError
+    if Megatron would refuse these numbers (lines 996-1019).
     """
     check_interleaving(pp=pp, vpp=vpp, microbatches=microbatches, group_size=group_size)
     ahead = [num_warmup(pp, vpp, group_size, rank) for rank in range(pp)]
@@ -89,8 +92,8 @@ def grouped_split(pp: int, vpp: int, microbatches: int, group_size: int) -> Sche
 
     Rank r runs (vpp - 1) * group_size + pp - r - 1 chunk forwards ahead. With groups of g < pp micro-batches (GIS-H: g
     = pp / 2), a step takes (pp - g)(vpp - 1) chunk forwards longer, but needs less memory. Rank 0 has (g(vpp - 1) +
-    pp)/vpp micro-batches in flight. The parameters are those of `interleaved`. LayoutError if a group is too small for
-    the pipeline.
+    pp)/vpp micro-batches in flight. The parameters are those of `interleaved`. Raise LayoutError if a group is too
+    small for the pipeline.
     """
     ranks = _split_backwards(pp, vpp, microbatches, group_size, lags=[0] * pp)
     return _schedule("gis", ranks, microbatches, vpp)

@@ -118,7 +118,7 @@ class Layout:
     def num_microbatches(self, global_batch_size: int) -> int:
         """Return the micro-batches of one step on each data-parallel rank.
 
-        LayoutError if the batch is not a multiple of micro-batch size times dp.
+        Raise LayoutError if the batch is not a multiple of micro-batch size times dp.
         """
         count, rest = divmod(global_batch_size, self.micro_batch_size * self.dp)
         if rest:
@@ -295,7 +295,7 @@ class LayoutColumns:
         return len(self.tp)
 
     def layout(self, row: int) -> Layout:
-        """Return the layout of one row. LayoutError if the degrees of this row are not legal."""
+        """Return the layout of one row. Raise LayoutError if the degrees of this row are not legal."""
         return Layout(
             recompute=self.recomputes[self.recompute[row]],
             layers_per_chunk=self.cuts[self.layers_per_chunk[row]],

@@ -249,7 +249,10 @@ class ComputeTime:
     `cached`: the time comes from an earlier warm-up.
     """
     recompute: Samples | None = field(default=None, metadata=ADDED_LATER)
-    """Additional time if full recompute runs the layer's forward again in the backward. None = not measured."""
+    """Additional time if full recompute runs the layer's forward again in the backward.
+
+    The time is None if it was not measured.
+    """
 
     ep: int = field(default=0, metadata=ADDED_LATER)
     """Expert parallel size. 0 = the part has no experts, or the time does not depend on this size."""
@@ -346,12 +349,15 @@ class Measurements:
     notes: tuple[str, ...]
     """Sentences on skipped, unstable and assumed values."""
     optimizer_s_per_parameter: float | None = None
-    """Seconds of an optimizer step for each parameter whose state a slot holds. None = not measured."""
+    """Seconds of an optimizer step for each parameter whose state a slot holds.
+
+    The time is None if it was not measured.
+    """
     wake_s: float = field(default=0.0, metadata=ADDED_LATER)
     """Additional seconds of a chunk's forward and backward if each pass comes after a wait, as in pipelines. 0 = not
     measured, as in warm-ups on GPUs."""
     loading: LoadingTime | None = field(default=None, metadata=ADDED_LATER)
-    """Time to load batches with Megatron-LM's own trainer on CPUs. None = not measured."""
+    """Time to load batches with Megatron-LM's own trainer on CPUs. The time is None if it was not measured."""
     gradient_s_per_byte: float = field(default=0.0, metadata=ADDED_LATER)
     """Seconds of a step to clear, check and scale gradients, for each byte of gradients that a slot holds.
 
@@ -366,17 +372,26 @@ class Measurements:
     unmeasured: tuple[ComputeCase, ...] = field(default=(), metadata=ADDED_LATER)
     """Compute cases that the warm-up had no time to measure, beginning with the most promising case."""
     model_digest: str = field(default="", metadata=ADDED_LATER)
-    """`layers_digest` of the model whose layers were measured. Empty in files of earlier releases."""
+    """`layers_digest` of the model whose layers were measured. The digest is empty in files of earlier releases."""
     timed_flags: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
-    """Flags of the job's precision that the timed layers had. Empty if the layers were built from the job's flags."""
+    """Flags of the job's precision that the timed layers had.
+
+    The list is empty if the layers were built from the job's flags.
+    """
     conditions: tuple[DeviceCondition, ...] = field(default=(), metadata=ADDED_LATER)
-    """Reports of the driver on each slot's device before the warm-up, in slot order. Empty = no reports."""
+    """Reports of the driver on each slot's device before the warm-up, in slot order.
+
+    The list is empty if no driver reported.
+    """
     verdicts: tuple[Verdict, ...] = field(default=(), metadata=ADDED_LATER)
     """Problems of hosts, devices and links. Problems that may exclude a host come first."""
     survey: LinkSurvey | None = field(default=None, metadata=ADDED_LATER)
-    """Origin of the links between hosts. None for one host, and in files of earlier releases."""
+    """Origin of the links between hosts. The survey is None for one host, and in files of earlier releases."""
     overhead: DeviceOverhead | None = field(default=None, metadata=ADDED_LATER)
-    """Parts of `overhead_bytes` on the slot with the largest value. None = not measured separately, or no GPU."""
+    """Parts of `overhead_bytes` on the slot with the largest value.
+
+    The parts are None if they were not measured separately, or without a GPU.
+    """
     stages: tuple[StageReading, ...] = field(default=(), metadata=ADDED_LATER)
     """Measured memory of whole pipeline stages of promising layouts, each run on a single device."""
 
@@ -403,7 +418,7 @@ def without_hosts(measurements: Measurements, names: Collection[str]) -> Measure
     """Return the measurements as if some hosts had never been in the job. The remaining slots are numbered again.
 
     A case that was measured only on removed hosts gets its time converted to the remaining slot of the nearest speed.
-    FactError if a name is unknown, or if no host remains.
+    Raise FactError if a name is unknown, or if no host remains.
     """
     cluster = measurements.cluster
     unknown = sorted(set(names) - {host.name for host in cluster.hosts})

@@ -27,12 +27,12 @@ class Failure:
     """Cause of an early end of a worker or a trial, and the rank that reported the cause."""
 
     cause: str
-    """Cause as one sentence for the user. Empty if the cause is unknown."""
+    """Cause as one sentence for the user. The text is empty if the cause is unknown."""
     kind: FailureKind = "other"
     flags: tuple[str, ...] = ()
     """Flags that the script does not know or refuses, such as `--seed`."""
     rank: int | None = None
-    """RANK of the worker that ended early. None = no worker ended."""
+    """RANK of the worker that ended early. The RANK is None if no worker ended."""
     exit_code: int = 0
     """Exit code of the worker that ended, or minus the signal that ended the worker."""
 
@@ -208,7 +208,7 @@ class NodeRecord:
     token: str
     """Identifier of the agent during its life, because two hosts may have the same name."""
     host: Host | None
-    """Host with its devices. None = the search for devices failed, and `trouble` gives the reason."""
+    """Host with its devices. The host is None if the search for devices failed, and `trouble` gives the reason."""
     trouble: str
     num_slots: int
     node_rank: int
@@ -220,7 +220,7 @@ class NodeRecord:
     """Index of the last attempt at training. -1 = no attempt."""
     verdict: AttemptEnd
     failure: Failure | None
-    """Cause of the failure of the last attempt. None if the attempt did not fail on this node."""
+    """Cause of the failure of the last attempt. The cause is None if the attempt did not fail on this node."""
     is_misuse: bool = False
     """True if the cause of `trouble` is a flag that requests something which this machine lacks."""
     conditions: tuple[DeviceCondition, ...] = ()
@@ -231,7 +231,10 @@ class NodeRecord:
     iteration: int = 0
     """Last iteration in the output of this node's workers. 0 = no iteration."""
     slowed: str = ""
-    """Description of a slowdown for which the user wants a new measurement. Empty = no such slowdown."""
+    """Description of a slowdown for which the user wants a new measurement.
+
+    The text is empty if there is no such slowdown.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,14 +265,14 @@ class Decision:
     proven: bool = False
     """True if the candidate has trained. A later failure of this candidate does not mean that its plan cannot start."""
     script_arguments: tuple[str, ...] | None = None
-    """Arguments of the script. None = the user's own arguments, unchanged."""
+    """Arguments of the script. With None, the script gets the user's own arguments, unchanged."""
     failures: tuple[Failure, ...] = ()
     """Failures of earlier candidates that could not start. Each node reports one failure."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables of the workers, in addition to torchrun's."""
     patches: tuple[str, ...] = ()
     reason: str = ""
-    """Sentence for the user about this decision. Empty = no sentence."""
+    """Sentence for the user about this decision. The text is empty if there is nothing to say."""
     failed: bool = False
     """In phase `stop`: True if a failure stops the job, False if the job is complete."""
     is_misuse: bool = False
@@ -283,10 +286,10 @@ class Decision:
     shortage: Shortage | None = None
     """Among the plans of similar jobs that ran out of memory, the plan with the least predicted need.
 
-    None = no plan ran out of memory.
+    The field is None if no plan ran out of memory.
     """
     probe_options: str = ""
-    """Options of the warm-up as a document of `probe`. Empty if the phase is not the warm-up."""
+    """Options of the warm-up as a document of `probe`. The text is empty if the phase is not the warm-up."""
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.hosts) == len(self.num_slots):
@@ -303,7 +306,7 @@ class Decision:
 
     @property
     def choice(self) -> Choice | None:
-        """Candidate to run. None = run the user's own configuration in torchrun's order."""
+        """Candidate to run. With None, the workers run the user's own configuration in torchrun's order."""
         if self.plan is not None and self.phase == "trial":
             return self.plan.contenders()[self.trial - 1] if self.trial else None
         candidates = self.plan.candidates() if self.plan else ()
@@ -348,7 +351,7 @@ class Decision:
         return (*self.tokens, *self.standby).index(token)
 
     def ranks_of(self, token: str) -> tuple[int, ...]:
-        """Return the RANK of each local device of an agent. Empty for an agent on standby."""
+        """Return the RANK of each local device of an agent. The result is empty for an agent on standby."""
         if token in self.standby:
             return ()
         here = self.tokens.index(token)
@@ -368,9 +371,9 @@ class TrialReport:
     KIND: ClassVar[str] = "trial-report"
 
     step_s: tuple[float, ...]
-    """Step times in the order in which the script printed them. Empty on nodes without the last rank."""
+    """Step times in the order in which the script printed them. The list is empty on nodes without the last rank."""
     failure: Failure | None
-    """Cause of an early end of the trial. None = the trial ended normally."""
+    """Cause of an early end of the trial. The cause is None if the trial ended normally."""
     took_s: float
     """Seconds from the start of the workers until the workers' devices were free again."""
 
@@ -399,7 +402,7 @@ class Members:
     KIND: ClassVar[str] = "members"
 
     generation: str
-    """Name of the round. Empty before the first round."""
+    """Name of the round. The name is empty before the first round."""
     members: tuple[Member, ...]
     cut: tuple[tuple[str, str], ...] = ()
     """Pairs of agents, by token, that cannot reach each other."""

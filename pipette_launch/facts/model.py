@@ -82,7 +82,7 @@ class LatentAttention:
     """
 
     q_lora_rank: int | None
-    """Channels of the query's latent. None = one matrix computes the queries from the hidden state."""
+    """Channels of the query's latent. With None, one matrix computes the queries from the hidden state."""
     kv_lora_rank: int
     qk_head_dim: int
     qk_pos_emb_head_dim: int
@@ -140,7 +140,7 @@ class ModelSpec:
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto"]
     num_experts: int | None
     moe_layer_freq: tuple[int, ...]
-    """One entry for each layer: 1 has experts, 0 is dense. Empty for a model without experts."""
+    """One entry for each layer: 1 has experts, 0 is dense. The list is empty for a model without experts."""
     moe_router_topk: int
     moe_ffn_hidden_size: int
     moe_shared_expert_intermediate_size: int
@@ -156,7 +156,7 @@ class ModelSpec:
     attention_windows: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
     """Number of tokens that a token sees in each layer, with itself.
 
-    0 = all earlier tokens. Empty if no layer has a window.
+    0 = all earlier tokens. The list is empty if no layer has a window.
     """
 
     def __post_init__(self) -> None:

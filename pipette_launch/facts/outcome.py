@@ -43,14 +43,17 @@ class Outcome:
     last_iteration: int
     """Last printed iteration. One printed line may cover several iterations."""
     losses: tuple[str, ...]
-    """Loss of each printed iteration, as text. Empty text = no loss was printed."""
+    """Loss of each printed iteration, as text. The text is empty if no loss was printed."""
     step_correction: float = field(default=1.0, metadata=ADDED_LATER)
     """Factor from earlier outcomes that is included in the predicted step."""
     features: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
-    """Properties of layout and model by which outcomes of several jobs are compared. Empty in older files."""
+    """Properties of layout and model by which outcomes of several jobs are compared.
+
+    The table is empty in files of earlier releases.
+    """
     peaks: tuple[PeakReading, ...] = field(default=(), metadata=ADDED_LATER)
     rate: Rate | None = field(default=None, metadata=ADDED_LATER)
-    """Tokens and FLOPs per second of the measured step. None in files of earlier releases."""
+    """Tokens and FLOPs per second of the measured step. The rate is None in files of earlier releases."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "step_correction", limit=0, above=True)
@@ -71,14 +74,14 @@ class Outcome:
     def fullest(self) -> PeakReading | None:
         """Highest memory reading of torch's allocator, or of the device if the allocator has none.
 
-        None without readings.
+        The value is None without readings.
         """
         inside = [peak for peak in self.peaks if peak.source == "allocator"]
         return max(inside or self.peaks, key=lambda peak: peak.measured_bytes, default=None)
 
     @property
     def log_memory_error(self) -> float | None:
-        """log(measured / predicted) of the fullest rank's memory. None without a reading above 0."""
+        """log(measured / predicted) of the fullest rank's memory. The value is None without a reading above 0."""
         peak = self.fullest
         if peak is None or min(peak.measured_bytes, peak.predicted_bytes) <= 0:
             return None

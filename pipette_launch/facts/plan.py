@@ -27,13 +27,17 @@ class Rate:
     flops_per_s: float
     """FLOP/s of each rank, by Megatron's count of the model's FLOPs. Megatron's log calls it `TFLOP/s/GPU`."""
     mfu: float | None
-    """Share of the device's dense peak in the format of the weights, never in FP8. None = the peak is unknown."""
+    """Share of the device's dense peak in the format of the weights, never in FP8.
+
+    The share is None if the peak is unknown.
+    """
 
     @classmethod
     def of(cls, job: Job, layout: Layout, step_time_s: float, cluster: Cluster) -> Rate | None:
-        """Return the rate of a job whose optimizer step takes `step_time_s`. None if the step time is not above 0.
+        """Return the rate of a job whose optimizer step takes `step_time_s`.
 
-        The peak of the devices is known only if all devices of the cluster have one type.
+        Return None if the step time is not above 0. The peak of the devices is known only if all devices of the cluster
+        have one type.
         """
         if step_time_s <= 0:
             return None
@@ -67,7 +71,7 @@ class Trial:
     """True for the user's own configuration in torchrun's order."""
     predicted_step_s: float
     step: Samples | None
-    """Measured step times. None = too few iterations, and `failure` gives the reason."""
+    """Measured step times. The times are None after too few iterations, and `failure` gives the reason."""
     failure: str
     took_s: float
     """Seconds from the start of the workers until the workers' devices were free again."""
@@ -121,11 +125,14 @@ class Choice:
     features: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
     """Properties of layout and model, by which outcomes of several jobs are compared."""
     bound_reason: str = field(default="", metadata=ADDED_LATER)
-    """Basis of `bound_s`, as a sentence without a full stop. Empty = the bound assumes the best link everywhere."""
+    """Basis of `bound_s`, as a sentence without a full stop.
+
+    Without a text, the bound assumes the best link everywhere.
+    """
     rate: Rate | None = field(default=None, metadata=ADDED_LATER)
-    """Tokens and FLOPs per second of the predicted step. None in files of earlier releases."""
+    """Tokens and FLOPs per second of the predicted step. The rate is None in files of earlier releases."""
     memory: MemoryNeed | None = field(default=None, metadata=ADDED_LATER)
-    """Memory peaks and memory limit of the whole device. None in files of earlier releases."""
+    """Memory peaks and memory limit of the whole device. The memory is None in files of earlier releases."""
     order: ScheduleFile | None = field(default=None, metadata=ADDED_LATER)
     """Passes of each pipeline rank, for schedules that the patch `schedules` runs."""
     is_order_checked: bool = field(default=False, metadata=ADDED_LATER)
@@ -186,7 +193,7 @@ class Setting:
     machines: str
     """Origin of the machines' figures."""
     network: str
-    """Network between hosts that the user described. Empty for one host, or if the network was measured."""
+    """Network between hosts that the user described. The text is empty for one host, or if the network was measured."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "num_parameters", "global_batch_size", "seq_length", "device_memory_bytes")
@@ -225,14 +232,14 @@ class Plan:
     """Proven lower bound of the step time of all plans that fit, in the same cost model. 0 = no bound."""
     setting: Setting | None = field(default=None, metadata=ADDED_LATER)
     trials: Trials | None = field(default=None, metadata=ADDED_LATER)
-    """Trials that decided the choice. None = no trials ran."""
+    """Trials that decided the choice. The field is None if no trials ran."""
     num_in_line: int | None = field(default=None, metadata=ADDED_LATER)
     """Number of first alternatives that are better than the user's own configuration.
 
-    None = all alternatives are better.
+    The number is None if all alternatives are better.
     """
     own_fault: str = field(default="", metadata=ADDED_LATER)
-    """Reason why the user's own configuration cannot run. Empty = the configuration can run.
+    """Reason why the user's own configuration cannot run. Without a reason, the configuration can run.
 
     If Megatron refuses the configuration, `own` is a substitute. If the search rules the configuration out, `own` has
     another layout's step time.
@@ -263,7 +270,10 @@ class Plan:
 
     @property
     def gap(self) -> float | None:
-        """Upper limit of (step time / best possible step time - 1). None = no lower bound (floor) was proven."""
+        """Upper limit of (step time / best possible step time - 1).
+
+        The limit is None if no lower bound (floor) was proven.
+        """
         return max(self.chosen.step_time_s / self.floor_s - 1, 0.0) if self.floor_s > 0 else None
 
     def candidates(self) -> tuple[Choice, ...]:
@@ -282,8 +292,8 @@ def refit(plan: Plan, hosts: Sequence[str]) -> Plan | None:
 
     A host in the chosen plan keeps its ranks. The ranks of a missing host go to a remaining host: first to hosts that
     had ranks before, then in torchrun's order (the order of `hosts`). If several plans are equally fast, the plan for
-    the most hosts is taken. The other plans become fallback plans. None if even the smallest plan needs more hosts, or
-    if the plan does not know one of the hosts.
+    the most hosts is taken. The other plans become fallback plans. Return None if even the smallest plan needs more
+    hosts, or if the plan does not know one of the hosts.
     """
     known, plans = plan.known_hosts, (plan, *plan.templates)
     fitting = [one for one in plans if len(one.hosts) <= len(hosts)]
@@ -375,8 +385,8 @@ class Shortage:
     def of(cls, choice: Choice, *, cause: str, noticed_at: str) -> Shortage | None:
         """Return the shortage of a plan.
 
-        None if the plan was not predicted to fit, or if the plan's predicted need was small. `cause` is a sentence for
-        the user on the end of the plan.
+        Return None if the plan was not predicted to fit, or if the plan's predicted need was small. `cause` is a
+        sentence for the user on the end of the plan.
         """
         memory = choice.memory
         if memory is None or not memory.fits:
@@ -413,7 +423,7 @@ class Shortage:
         return memory is not None and max(memory.need_bytes) * self.free_bytes >= self.need_bytes * memory.free_bytes
 
     def leaner(self, plan: Plan) -> Plan | None:
-        """Remove the candidates of a plan that the shortage rules out. None if no candidate remains."""
+        """Remove the candidates of a plan that the shortage rules out. Return None if no candidate remains."""
         if plan.keeps_own:
             return None if self.rules_out(plan.own) else plan
         left = [choice for choice in plan.candidates() if not self.rules_out(choice)]

@@ -51,7 +51,7 @@ class Prediction:
     devices_per_host: int
     device_kind: Literal["cuda", "cpu"]
     device_name: str
-    """Empty = the machines are unknown."""
+    """The text is empty if the machines are unknown."""
     machines: str
     """Origin of the machines' figures, in a few words."""
     global_batch_size: int
@@ -62,23 +62,26 @@ class Prediction:
     """Source of the tensor sizes. `closed`: formulas. `abstract`: abstract execution of the training step."""
     stages: tuple[StageMemory, ...]
     capacity_bytes: int | None
-    """Free memory of the fullest device. None = the machines are unknown."""
+    """Free memory of the fullest device. The value is None if the machines are unknown."""
     memory_margin: float
     fits: bool | None
-    """True if all shown stages leave the memory margin free. None = the machines are unknown."""
+    """True if all shown stages leave the memory margin free. The value is None if the machines are unknown."""
     verdict: MemoryFit
     """`tight`: the peak is within the free memory but above the limit, so no plan may use the layout."""
     step_time_s: float | None
-    """None = the machines are unknown or their times cannot be predicted, and a note gives the reason."""
+    """The value is None if the machines are unknown, or if the job's times cannot be predicted.
+
+    A note gives the reason.
+    """
     breakdown_s: dict[str, float]
     """Parts of the step time by name. All parts sum to the step time."""
     notes: tuple[str, ...]
     """All assumptions and omissions, one sentence each."""
     megatron_version: str
     rate: Rate | None = field(default=None, metadata=ADDED_LATER)
-    """Tokens and FLOPs per second of the predicted step. None if there is no predicted step time."""
+    """Tokens and FLOPs per second of the predicted step. The rate is None if there is no predicted step time."""
     limit_bytes: int | None = field(default=None, metadata=ADDED_LATER)
-    """Memory that a rank may use: `capacity_bytes` minus the margin. None = the machines are unknown."""
+    """Memory that a rank may use: `capacity_bytes` minus the margin. The value is None if the machines are unknown."""
     remedies: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
     """Flags, each of which would make the configuration fit by itself."""
 
@@ -100,7 +103,7 @@ class Explanation:
     value: str
     """Value of the glossary's number in the plan, with a unit.
 
-    Empty without a plan, or if the plan lacks this number.
+    The text is empty without a plan, or if the plan lacks this number.
     """
 
 
@@ -119,13 +122,19 @@ class Entry:
 
     name: str
     choice: Choice | None
-    """The configuration that the plan chose. None = there is no plan, or the plan's time cannot be predicted."""
+    """The configuration that the plan chose.
+
+    The value is None if there is no plan, or if the plan's time cannot be predicted.
+    """
     gap: float | None
-    """Step time / proven lower bound (floor) - 1. None = no lower bound was proven."""
+    """Step time / proven lower bound (floor) - 1. The value is None if no lower bound was proven."""
     num_moved: int | None
-    """Number of ranks that sit on another device than under the first compared plan. None = the machines differ."""
+    """Number of ranks that sit on another device than under the first compared plan.
+
+    The number is None if the plans are for different machines.
+    """
     faults: tuple[str, ...]
-    """Reasons why the plan cannot run, one sentence each. Empty = the plan can run."""
+    """Reasons why the plan cannot run, one sentence each. No reasons mean that the plan can run."""
     remarks: tuple[str, ...]
 
     @property

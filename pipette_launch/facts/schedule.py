@@ -95,8 +95,8 @@ class Columns(NamedTuple):
 class PassTimes:
     """Expected nanoseconds of passes and messages, which decide the order of messages, with one entry for each stage.
 
-    Times are whole numbers, so that all ranks compute equal sums. FactError if an entry is missing, if a pass takes
-    less than 1 ns, or if a message takes less than 0 ns.
+    Times are whole numbers, so that all ranks compute equal sums. Raise FactError if an entry is missing, if a pass
+    takes less than 1 ns, or if a message takes less than 0 ns.
     """
 
     forward: tuple[int, ...]
@@ -137,7 +137,7 @@ class PassTimes:
 class Schedule:
     """The passes of each pipeline rank, in order of execution.
 
-    FactError if a rank does not run F, then B or I and W, once for each of its stages and each micro-batch.
+    Raise FactError if a rank does not run F, then B or I and W, once for each of its stages and each micro-batch.
     """
 
     name: str
@@ -147,7 +147,10 @@ class Schedule:
     ranks: Ranks
     placement: Placement = "loop"
     times: PassTimes | None = None
-    """Expected times, which decide the order of messages over NCCL. None = all passes take equal time."""
+    """Expected times, which decide the order of messages over NCCL.
+
+    If the times are None, all passes take equal time.
+    """
 
     def __post_init__(self) -> None:
         pp, vpp, microbatches, stages = self.pp, self.vpp, self.num_microbatches, self.num_stages
@@ -262,7 +265,10 @@ class ScheduleFile:
     The comparison needs memory for both runs.
     """
     times: PassTimes | None = field(default=None, metadata=ADDED_LATER)
-    """Expected times, which decide the order of messages over NCCL. None = all passes take equal time."""
+    """Expected times, which decide the order of messages over NCCL.
+
+    If the times are None, all passes take equal time.
+    """
 
     @classmethod
     def of(cls, schedule: Schedule, *, checks_first_step: bool = False) -> ScheduleFile:
@@ -272,7 +278,7 @@ class ScheduleFile:
         return cls(ranks=ranks, checks_first_step=checks_first_step, **shared)
 
     def schedule(self) -> Schedule:
-        """Convert the file to a schedule. FactError if the actions do not form a schedule."""
+        """Convert the file to a schedule. Raise FactError if the actions do not form a schedule."""
         shared = {name: getattr(self, name) for name in _SHARED}
         return Schedule(ranks=tuple(tuple(map(action_of, rank.split())) for rank in self.ranks), **shared)
 
@@ -313,10 +319,11 @@ A message is a send on the rank `source`, and a receive on `target`.
 def programs(
     passes: Ranks, rank_S: Sequence[int], times: PassTimes | None = None, *, in_streams: bool = True
 ) -> tuple[Program, ...]:
-    """Insert the messages between the passes of each rank. FactError if the ranks would wait for each other forever.
+    """Insert the messages between the passes of each rank.
 
-    `times` are expected times, which decide the order of messages. None = all passes take equal time. `in_streams` is
-    true for NCCL, whose receives occupy a stream until the message arrives, and false for gloo.
+    Raise FactError if the ranks would wait for each other forever. `times` are expected times, which decide the order
+    of messages. If the times are None, all passes take equal time. `in_streams` is true for NCCL, whose receives occupy
+    a stream until the message arrives, and false for gloo.
     """
     expected = times or PassTimes.equal(len(rank_S))
     start_of = starts(passes, rank_S, expected)
@@ -382,13 +389,13 @@ def message_of(rank_S: Sequence[int], stage: int, microbatch: int, *, is_gradien
 
 
 def message_from(action: Action, rank_S: Sequence[int]) -> Message | None:
-    """Return the message that a pass sends. None if the pass sends no message to another rank."""
+    """Return the message that a pass sends. Return None if the pass sends no message to another rank."""
     made = _made(action, rank_S)
     return made if made and made.source != made.target else None
 
 
 def message_to(action: Action, rank_S: Sequence[int]) -> Message | None:
-    """Return the message that a pass needs from another rank. None if the pass needs no message."""
+    """Return the message that a pass needs from another rank. Return None if the pass needs no message."""
     needed = _needed(action, rank_S)
     return needed if needed and needed.source != needed.target else None
 
@@ -410,7 +417,7 @@ def _needed(action: Action, rank_S: Sequence[int]) -> Message | None:
 def starts(passes: Ranks, rank_S: Sequence[int], times: PassTimes) -> dict[Action, int]:
     """Return the start time of each pass in nanoseconds, if messages do not wait for other messages.
 
-    FactError if the ranks would wait for each other forever.
+    Raise FactError if the ranks would wait for each other forever.
     """
     ends: dict[Message, int] = {}
     found: dict[Action, int] = {}

@@ -39,8 +39,8 @@ def _fixes_random_state(arguments: Arguments, ep: int) -> bool:
 def _kept_fields(arguments: Arguments, sharding: str | None, *, is_sharded: bool) -> tuple[str, ...]:
     """Return the fields that another layout must keep to load the optimizer's state.
 
-    `sharding` is the format in which the distributed optimizer is saved. None = the default format of the Megatron
-    release.
+    `sharding` is the format in which the distributed optimizer is saved. With None, the format is the default of the
+    Megatron release.
     """
     usual = "fully_sharded_model_space" if release_of(arguments.version) < (0, 15) else "dp_reshardable"
     # The state of a non-distributed optimizer is sharded like the parameters.
@@ -59,12 +59,15 @@ class Demands:
     pins: tuple[Pin, ...] = ()
     notes: tuple[str, ...] = ()
     doubt: str = ""
-    """Reason why the checkpoint may fail to load under any plan on this number of ranks. Empty = no reason is known."""
+    """Reason why the checkpoint may fail to load under any plan on this number of ranks.
+
+    The text is empty if no reason is known.
+    """
 
     def applied(self, own: Layout) -> Layout:
         """Return the user's own layout with the checkpoint's values.
 
-        MegatronError if the number of ranks does not allow the values.
+        Raise MegatronError if the number of ranks does not allow the values.
         """
         fields = dict(self.own)
         if not fields:
@@ -89,7 +92,8 @@ def demands(arguments: Arguments, own: Layout, *, num_layers: int) -> Demands:
     """Return the layout fields that the checkpoint at `--load` fixes.
 
     Values come from the checkpoint if possible, otherwise from the plan file beside the checkpoint, otherwise from the
-    flags. MegatronError if `--use-mp-args-from-checkpoint-args` is given, but the checkpoint's sizes cannot be read.
+    flags. Raise MegatronError if `--use-mp-args-from-checkpoint-args` is given, but the checkpoint's sizes cannot be
+    read.
     """
     found = checkpoint_folder(arguments)
     if not found:
@@ -228,7 +232,10 @@ def _doubt_of_buckets(
 
 
 def _saved_layout(saved: Saved, num_layers: int, version: str) -> dict[str, Any]:
-    """Return layout fields of the run that saved the checkpoint. Empty if the checkpoint lacks the run's TP and PP."""
+    """Return layout fields of the run that saved the checkpoint.
+
+    The result is empty if the checkpoint lacks the run's TP and PP.
+    """
     sizes = {name: _saved_size(saved, dest) for name, dest in DEGREES.items() if name != "cp"}
     if not sizes["tp"] or not sizes["pp"]:
         return {}
@@ -246,7 +253,7 @@ def _saved_layout(saved: Saved, num_layers: int, version: str) -> dict[str, Any]
 
 
 def _saved_replicas(saved: Saved) -> int | None:
-    """Return the number of ranks that shared the optimizer's state in the run that saved it. None if unknown."""
+    """Return the number of ranks that shared the optimizer's state in the run that saved it. Return None if unknown."""
     ranks, dp = _saved_size(saved, "world_size"), _saved_size(saved, "data_parallel_size")
     if dp:
         return dp * (_saved_size(saved, DEGREES["cp"]) or 1)
@@ -257,7 +264,7 @@ def _saved_replicas(saved: Saved) -> int | None:
 def _saved_size(saved: Saved, name: str) -> int | None:
     """Return a size from the flags of the run that saved the checkpoint.
 
-    None if the value is missing or not a possible size.
+    Return None if the value is missing or not a possible size.
     """
     value = saved.get(name)
     return value if type(value) is int and 0 < value < 1 << 20 else None
@@ -281,7 +288,7 @@ class Continuation:
     note: str = ""
     """Sentence on the cost of losing hosts, or on the flag that would free the kept fields.
 
-    Empty if there is nothing to say.
+    The sentence is empty if there is nothing to say.
     """
 
     def can_load(self, before: Layout, after: Layout) -> bool:

@@ -27,7 +27,7 @@ TRACKER_NAME = "latest_checkpointed_iteration.txt"
 def record_path(arguments: Sequence[str]) -> Path | None:
     """Return the path, beside the job's checkpoints, of the file with the plan that really runs.
 
-    None without `--save`.
+    Return None without `--save`.
     """
     save = Arguments.parse(arguments, newest_release()).get("save")
     return Path(save) / RECORD_NAME if save else None
@@ -40,7 +40,10 @@ def saved_iteration(arguments: Sequence[str]) -> str:
 
 
 def _tracked_iteration(root: Path) -> str:
-    """Return the iteration in Megatron's tracker file in a folder of checkpoints. Empty if the file cannot be read."""
+    """Return the iteration in Megatron's tracker file in a folder of checkpoints.
+
+    The text is empty if the file cannot be read.
+    """
     try:
         name = files.read_bytes(root / TRACKER_NAME).decode("ascii").strip()
     except (FileFormatError, UnicodeError):
@@ -52,7 +55,7 @@ def _tracked_iteration(root: Path) -> str:
 def checkpoint_folder(arguments: Arguments) -> tuple[Path, bool] | None:
     """Return the folder that Megatron would load, and True if Megatron also loads the optimizer.
 
-    None if there is no checkpoint to load.
+    Return None if there is no checkpoint to load.
     """
     reads_optimizer = not (arguments.get("finetune") or arguments.get("no_load_optim"))
     for dest, optimizer in (("load", reads_optimizer), ("pretrained_checkpoint", False)):
@@ -114,7 +117,7 @@ def read_saved(directory: Path) -> tuple[Saved, str | None]:
 def _items(found: Sequence[tuple[str, Any]], place: int) -> list[Plain] | None:
     """Read a pickled list: one item and an end, or a mark, several items and an end.
 
-    None if an item is no number or text.
+    Return None if an item is no number or text.
     """
     if found[place][0] != "mark":
         return [found[place][1]] if found[place + 1][0] == "end" else []
@@ -193,7 +196,7 @@ TYPES: dict[str | None, tuple[type, ...]] = {"int": (int,), "float": (int, float
 def with_checkpoint_arguments(arguments: Arguments) -> tuple[Arguments, str]:
     """Return the flags with the values that `--use-checkpoint-args` reads from the checkpoint, and a note for the user.
 
-    Without `--use-checkpoint-args` the flags are unchanged. MegatronError if no flag names a folder to read.
+    Without `--use-checkpoint-args` the flags are unchanged. Raise MegatronError if no flag names a folder to read.
     """
     if not arguments.get("use_checkpoint_args"):
         return arguments, ""

@@ -60,7 +60,7 @@ class HybridPattern:
 
 
 def hybrid_pattern(arguments: Arguments) -> HybridPattern | None:
-    """Return the layer pattern of a hybrid model. None for models that are not hybrid."""
+    """Return the layer pattern of a hybrid model. Return None for models that are not hybrid."""
     given = [dest for dest in PATTERN_DESTS if arguments.get(dest)]
     if not given:
         is_old, specs = release_of(arguments.version) < FIRST_CUT_PATTERNS, {*(arguments.get("spec") or ())}
@@ -107,7 +107,10 @@ def _pattern_of_ratios(arguments: Arguments) -> str:
 
 
 def read_chunks(arguments: Arguments, *, pp: int, num_layers: int) -> Split:
-    """Read the split of the layers. MegatronError if two flags exclude each other, or cannot divide the layers."""
+    """Read the split of the layers.
+
+    Raise MegatronError if two flags exclude each other, or cannot divide the layers.
+    """
     ways = [dest for dest in SPLIT_DESTS[:3] if arguments.get(dest) is not None]
     if len(ways) > 1:
         raise MegatronError(f"{' and '.join(map(arguments.shown, ways))} exclude each other; keep one of them")
@@ -172,7 +175,10 @@ def nearly_even(num_layers: int, num_chunks: int) -> Chunks:
 
 
 def stated_vpp(arguments: Arguments, pp: int) -> int | None:
-    """Return the number of virtual stages if a flag states it. None if the number follows from the number of layers."""
+    """Return the number of virtual stages if a flag states it.
+
+    Return None if the number follows from the number of layers.
+    """
     if arguments.get(STAGES) is not None:
         stages, rest = divmod(_written_out(arguments).count("|") + 1, pp)
         return None if rest else stages

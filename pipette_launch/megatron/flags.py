@@ -37,10 +37,10 @@ class Flag:
     action: str
     nargs: int | str | None
     kind: str | None
-    """`int`, `float` or `bool`. None for text, even if Megatron converts the text after parsing."""
+    """`int`, `float` or `bool`. The type is None for text, even if Megatron converts the text after parsing."""
     default: Any
     choices: tuple[str | int, ...] | None = None
-    """Allowed values. None = every value is allowed."""
+    """Allowed values. With None, every value is allowed."""
 
     @property
     def constant(self) -> bool:
@@ -61,12 +61,12 @@ class Token:
 
     @property
     def dest(self) -> str | None:
-        """Name under which Megatron stores the value. None for an unknown word."""
+        """Name under which Megatron stores the value. The value is None for an unknown word."""
         return self.flag.dest if self.flag else None
 
 
 def release_of(version: str) -> tuple[int, int]:
-    """Return the release as numbers: `0.16.1` -> (0, 16). MegatronError for releases before 0.14."""
+    """Return the release as numbers: `0.16.1` -> (0, 16). Raise MegatronError for releases before 0.14."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if not match:
         raise MegatronError(f"Megatron version {version!r} is not of the form 0.16.1; see what the script imports")
@@ -168,7 +168,7 @@ def tokenise(words: Sequence[str], version: str) -> tuple[Token, ...]:
     """Cut a command line into tokens as argparse does without shortened flags.
 
     The words of all tokens are the command line again. Unknown flags, values of unknown flags and stray words become
-    tokens of one word each. No word after a bare `--` is a flag. MegatronError if a known flag has a wrong value.
+    tokens of one word each. No word after a bare `--` is a flag. Raise MegatronError if a known flag has a wrong value.
     """
     end = list(words).index("--") if "--" in words else len(words)
     seen = argparse.Namespace(found=[])
@@ -198,7 +198,7 @@ class Arguments:
 
     @classmethod
     def parse(cls, words: Sequence[str], version: str) -> Arguments:
-        """Read a command line. MegatronError if Megatron's parser would refuse the command line."""
+        """Read a command line. Raise MegatronError if Megatron's parser would refuse the command line."""
         return cls(tokens=tokenise(words, version), version=version)
 
     @property
@@ -223,7 +223,7 @@ class Arguments:
     def get(self, dest: str) -> Any:
         """Return the value that Megatron would store, the last of several values.
 
-        None if the release lacks the flag.
+        Return None if the release lacks the flag.
         """
         for token in reversed(self.tokens):
             if token.dest == dest:
@@ -242,7 +242,7 @@ class Arguments:
         return int(value)
 
     def choice(self, dest: str, known: Collection[str]) -> str:
-        """Return a value that must be one of the known values. MegatronError for any other value."""
+        """Return a value that must be one of the known values. Raise MegatronError for any other value."""
         value: str = self.get(dest)
         if value not in known:
             raise self.refusal(f"unknown value {value!r}; known are {', '.join(known)}", dest)

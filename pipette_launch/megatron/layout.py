@@ -72,7 +72,10 @@ def known_dest(arguments: Arguments, dest: str) -> str:
 
 
 def num_layers_of(arguments: Arguments) -> int:
-    """Return the number of layers of the model. MegatronError above MOST_LAYERS, which would fill the host's memory."""
+    """Return the number of layers of the model.
+
+    Raise MegatronError above MOST_LAYERS, which would fill the host's memory.
+    """
     pattern = chunks.hybrid_pattern(arguments)
     # A hybrid model's pattern overrides `--num-layers`.
     num_layers = len(pattern.layers) if pattern else arguments.size(known_dest(arguments, "num_layers"))
@@ -84,7 +87,7 @@ def num_layers_of(arguments: Arguments) -> int:
 def read_layout(arguments: Arguments, *, world_size: int) -> Layout:
     """Read the layout that torchrun would run on `world_size` ranks.
 
-    MegatronError if two flags contradict each other, or if the degrees do not divide the ranks.
+    Raise MegatronError if two flags contradict each other, or if the degrees do not divide the ranks.
     """
     tp, pp, cp, ep = (arguments.size(dest) for dest in (TP, PP, CP, EP))
     etp = arguments.size(ETP, default=tp)
@@ -130,7 +133,7 @@ def read_stand_in(
 
     The first attempt only splits the layers anew, as evenly as possible. The second attempt also sets the degrees of
     experts to Megatron's defaults. The last attempt sets all degrees to Megatron's defaults. With `keeps_degrees` the
-    function only splits the layers anew. None if every replacement would change a field in `fixed`.
+    function only splits the layers anew. Return None if every replacement would change a field in `fixed`.
     """
     # A fixed dp also fixes tp, pp and cp, because tp, pp and cp decide dp.
     kept = {*fixed, *(("tp", "pp", "cp") if "dp" in fixed else ())}
@@ -167,7 +170,8 @@ def write_arguments(arguments: Sequence[str], *, job: Job, layout: Layout) -> tu
 
     The result states the global batch size, and the padded vocabulary size if the new TP would change the padding.
     `read_layout` of the result returns the same layout. A dense model gets no flags for experts, because its `etp` is
-    Megatron's default, `tp`. MegatronError for `--local-rank`, which would override the launcher's choice of devices.
+    Megatron's default, `tp`. Raise MegatronError for `--local-rank`, which would override the launcher's choice of
+    devices.
     """
     given = Arguments.parse(arguments, job.megatron_version)
     if given.is_given("local_rank"):

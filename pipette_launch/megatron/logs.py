@@ -35,11 +35,11 @@ class Iteration(NamedTuple):
     step_time_s: float
     """Mean step time in seconds over the log interval."""
     loss: str | None
-    """Loss as printed, so that two runs can be compared digit by digit. None if the line has no loss."""
+    """Loss as printed, so that two runs can be compared digit by digit. The loss is None if the line has no loss."""
 
 
 def parse_iteration(line: str) -> Iteration | None:
-    """Read an iteration line of any release from 0.14 on. None for all other lines.
+    """Read an iteration line of any release from 0.14 on. Return None for all other lines.
 
     Releases add and remove fields of the line, so the parser searches each field by name.
     """
@@ -61,7 +61,7 @@ class MemoryLine(NamedTuple):
 
 
 def parse_memory(line: str) -> MemoryLine | None:
-    """Read a memory line of any release from 0.14 on. None for all other lines."""
+    """Read a memory line of any release from 0.14 on. Return None for all other lines."""
     found = MEMORY.search(line)
     if not found:
         return None
@@ -96,7 +96,10 @@ def exception_in(text: str) -> str:
 
 
 def explain_failure(text: str) -> Failure | None:
-    """Return the cause of a worker's failure, from the worker's output. None if the output shows no known failure."""
+    """Return the cause of a worker's failure, from the worker's output.
+
+    Return None if the output shows no known failure.
+    """
     for row in KNOWN_FAILURES:
         found = re.search(row["pattern"], text, re.MULTILINE)
         if not found:

@@ -69,10 +69,11 @@ def read_model(
     environment: Mapping[str, str],
     capability: int | None = None,
 ) -> ModelSpec:
-    """Read the layers and sizes of the model. MegatronError if a flag is missing, or if sizes contradict each other.
+    """Read the layers and sizes of the model.
 
-    `device_kind` is `cuda` or `cpu`. Some variables in `environment` select an attention backend. `capability` is the
-    major number of the GPUs' compute capability (None = unknown).
+    Raise MegatronError if a flag is missing, or if sizes contradict each other. `device_kind` is `cuda` or `cpu`. Some
+    variables in `environment` select an attention backend. `capability` is the major number of the GPUs' compute
+    capability (None = unknown).
     """
     # TransformerEngine needs CUDA, so on CPU all layers are Megatron's own layers.
     known = ("local", "transformer_engine")
@@ -152,7 +153,7 @@ def _sizes(arguments: Arguments) -> dict[str, Any]:
 def _backend(
     arguments: Arguments, transformer_impl: str, environment: Mapping[str, str], capability: int | None
 ) -> Any:
-    """Return the attention backend of a job's layers. MegatronError if the environment contradicts the flag.
+    """Return the attention backend of a job's layers. Raise MegatronError if the environment contradicts the flag.
 
     `auto` becomes the backend that TransformerEngine selects (get_attention_backend of v2.8): unfused for fp32 and for
     GPUs before Ampere, flash on Ampere, cuDNN's fused attention on Hopper and later, also in deterministic runs. Flash
@@ -261,7 +262,7 @@ def _layer_pattern(arguments: Arguments, dest: str, *, may_be_longer: bool = Fal
 
 
 def _evaluated(node: ast.expr) -> Any:
-    """Evaluate numbers, lists, + and *. ValueError for any other expression."""
+    """Evaluate numbers, lists, + and *. Raise ValueError for any other expression."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):

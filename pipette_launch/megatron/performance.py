@@ -19,7 +19,7 @@ _ITEM_TYPES = {
     for name, hint in get_type_hints(PerformanceOptions).items()
     if name in {option.name for option in fields(PerformanceOptions)}
 }
-"""Type of each item of an option with several values. None for options with one value."""
+"""Type of each item of an option with several values. The type is None for options with one value."""
 _UNPRICED = (
     "attention_output_gate bias_dropout_fusion bias_gelu_fusion calculate_per_token_loss "
     "check_for_nan_in_loss_and_grad ddp_average_in_collective ddp_bucket_size ddp_num_buckets "
@@ -94,9 +94,9 @@ def options_of(arguments: Arguments) -> PerformanceOptions:
 
 
 def allocator_config(environment: Mapping[str, str]) -> str:
-    """Return the allocator options of an environment, without white space. Empty if no variable sets options.
+    """Return the allocator options of an environment, without white space.
 
-    MegatronError if torch would refuse the options at import.
+    The result is empty if no variable sets options. Raise MegatronError if torch would refuse the options at import.
     """
     name = next((variable for variable in VARIABLES if variable in environment), VARIABLES[0])
     config = "".join(environment.get(name, "").split())

@@ -56,7 +56,7 @@ class Pin(NamedTuple):
 
 
 def fixed_fields(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the sorted layout fields that `--pipette-fix` names. OptionError for an unknown name."""
+    """Return the sorted layout fields that `--pipette-fix` names. Raise OptionError for an unknown name."""
     found: set[str] = set()
     known = SHORT_NAMES | {field: (field,) for field in LAYOUT_FIELDS}
     for name in names:

@@ -41,14 +41,14 @@ def read_job(
 
     If a checkpoint demands a layout, `Job.own` has the checkpoint's values instead of the flags' values. If the layers
     do not divide among the stages, `Job.own` is a substitute layout that splits the layers unevenly, and a note names
-    it. MegatronError if a flag is missing, contradicts another flag, or describes a job that is not planned.
+    it. Raise MegatronError if a flag is missing, contradicts another flag, or describes a job that is not planned.
 
     Args:
         arguments: the words after the script's name.
         world_size: ranks of the job.
         megatron_version: the release whose flags the script takes, such as `0.16.1`.
         device_kind: `cuda` or `cpu`.
-        fix: names from `--pipette-fix`. OptionError for a name that is not a layout field.
+        fix: names from `--pipette-fix`. Raise OptionError for a name that is not a layout field.
         for_prediction: if true, accept jobs that cannot be planned if memory and time can be predicted.
         without_probes: if true, accept jobs that a warm-up cannot time, for plans without a warm-up.
         for_planning: if true, replace a layout that Megatron refuses by a layout with other parallel degrees.
@@ -93,7 +93,7 @@ class _OwnLayout(NamedTuple):
     pinned: frozenset[str]
     notes: tuple[str, ...]
     doubt: str
-    """Reason why the checkpoint may fail to load on this number of ranks. Empty = no reason is known."""
+    """Reason why the checkpoint may fail to load on this number of ranks. The text is empty if no reason is known."""
     refusal: MegatronError | None
 
 
@@ -200,7 +200,7 @@ class _Reader:
 
 
 def global_batch_size(words: Sequence[str]) -> int | None:
-    """Return the global batch size of a command line. None if the size depends on the layout."""
+    """Return the global batch size of a command line. Return None if the size depends on the layout."""
     given = Arguments.parse(words, flags.newest_release())
     return int(given.get("global_batch_size")) if given.is_given("global_batch_size") else None
 

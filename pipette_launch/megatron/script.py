@@ -23,8 +23,8 @@ _BLACKWELL = 10
 def version_or_newest(given: str | None, script: str, environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
     """Return the Megatron release by which flags are read, and a note if the release is a guess.
 
-    `given` is the release as the user wrote it, `0.16.1` or a tag such as `core_v0.16.1`. None = the release that the
-    script imports. The script need not exist.
+    `given` is the release as the user wrote it, `0.16.1` or a tag such as `core_v0.16.1`. With None, the result is the
+    release that the script imports. The script need not exist.
     """
     if given is not None:
         return given.removeprefix("core_").removeprefix("v"), ()
@@ -41,7 +41,7 @@ def script_version(script: str, environ: Mapping[str, str]) -> str:
 
     The order is Python's order: beside the script (for a module: in the working directory), on PYTHONPATH, among the
     installed packages. The folders above the script come last, because some of NVIDIA's examples add these folders
-    themselves. MegatronError if no folder on this path contains Megatron.
+    themselves. Raise MegatronError if no folder on this path contains Megatron.
     """
     path = Path(script)
     # If the script is a link, Python puts the folder of the link's target on the path.
@@ -139,8 +139,8 @@ def trial_arguments(arguments: Sequence[str], version: str) -> TrialWords:
     """Change a command line so that a short run prints every iteration and leaves no files.
 
     The launcher ends a trial after a number of iteration lines. `--train-iters` and all flags that depend on steps
-    stay, so learning rate, data and index files are the same as in the training. MegatronError if a short run may leave
-    files, or may train nothing.
+    stay, so learning rate, data and index files are the same as in the training. Raise MegatronError if a short run may
+    leave files, or may train nothing.
     """
     given = Arguments.parse(arguments, version)
     unknown = [word for token in given.tokens if token.flag is None for word in token.words if word.startswith("-")]

@@ -18,7 +18,7 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 
 
 def snapshot(name: str, environ: Mapping[str, str]) -> Path | None:
-    """Return the folder of a model in this machine's Hugging Face cache. None if the cache lacks the model.
+    """Return the folder of a model in this machine's Hugging Face cache. Return None if the cache lacks the model.
 
     `name` is `ORG/NAME`, or only `NAME` for old models. The variables in `environ` set the folder of the cache
     (huggingface_hub, constants.py).
@@ -111,7 +111,7 @@ def sentencepiece_pieces(path: Path) -> list[str] | None:
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
-    """Return a protobuf number and the index after the number. IndexError if the data end inside the number."""
+    """Return a protobuf number and the index after the number. Raise IndexError if the data end inside the number."""
     number = 0
     for shift in range(0, 64, 7):
         byte = data[place]
@@ -170,13 +170,16 @@ class Vocabulary(NamedTuple):
     divisible_by: int
     """Megatron pads `size` to a multiple of `divisible_by` times TP."""
     note: str = ""
-    """Assumption about the number of tokens, for the user. Empty = Megatron counts exactly `size` tokens."""
+    """Assumption about the number of tokens, for the user.
+
+    The text is empty if Megatron counts exactly `size` tokens.
+    """
 
 
 def read_vocabulary(arguments: Arguments, environ: Mapping[str, str] = os.environ) -> Vocabulary:
     """Read the vocabulary from flags, from the tokenizer's files, or from the name of a public model.
 
-    MegatronError if the tokenizer is unknown and no flag gives a size.
+    Raise MegatronError if the tokenizer is unknown and no flag gives a size.
     """
     if arguments.get("padded_vocab_size") is not None:
         return Vocabulary(arguments.size("padded_vocab_size"), divisible_by=1)
@@ -194,7 +197,7 @@ def read_vocabulary(arguments: Arguments, environ: Mapping[str, str] = os.enviro
 
 
 def _exact_count(arguments: Arguments, kind: str, environ: Mapping[str, str]) -> int | None:
-    """Return the number of tokens that Megatron will count. None if flags and files do not give the number."""
+    """Return the number of tokens that Megatron will count. Return None if flags and files do not give the number."""
     if kind in NOT_GPT:
         raise arguments.refusal("not a decoder-only language model; it is not planned", "tokenizer_type")
     given, path = arguments.get("vocab_size"), arguments.get("tokenizer_model")
@@ -235,7 +238,7 @@ def _counted(path: str, kind: str, environ: Mapping[str, str]) -> int | None:
 def _assumed_count(arguments: Arguments, kind: str, environ: Mapping[str, str]) -> tuple[int, str]:
     """Return the probable number of tokens, and a note that gives the reason.
 
-    MegatronError if nothing indicates the number.
+    Raise MegatronError if nothing indicates the number.
     """
     path = arguments.get("tokenizer_model") or ""
     counted = _counted(path, kind, environ) if path else None

@@ -1,8 +1,8 @@
 """The patch `cpu_backend`: train with stock megatron-core and NVIDIA's own scripts on CPUs over gloo.
 
-Use the patch for smoke tests. The speed of a patched job means nothing. The CPU replaces CUDA devices, gloo replaces
-`nccl`, and CUDA kernels are off. torch's Adam replaces the fused Adam, also in saved optimizer states. Megatron
-itself refuses context parallelism, fp8, fp4, CUDA graphs and Transformer Engine on a CPU.
+The patch is meant for smoke tests. The speed of a patched job says nothing about the speed on GPUs. The CPU replaces
+CUDA devices, gloo replaces `nccl`, and CUDA kernels are off. torch's Adam replaces the fused Adam, also in saved
+optimizer states. Megatron itself refuses context parallelism, fp8, fp4, CUDA graphs and Transformer Engine on a CPU.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def say_once(sentence: str) -> None:
 
 
 def _with_arguments(**arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a `Replacement.make` that calls the original with these keyword arguments."""
+    """Return a value for `Replacement.make`: the replacement calls the original with these keyword arguments."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

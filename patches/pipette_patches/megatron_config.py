@@ -1,7 +1,7 @@
 """Megatron's configuration objects for a job, as Megatron's training script makes them from the flags.
 
-These functions serve one rank of a job without its script: abstract execution, and scripts that cannot be played. They
-follow Megatron-LM core_v0.16.1: training/arguments.py (core_transformer_config_from_args, validate_args) and
+The functions are used if a rank runs without the job's script: in abstract execution, and if the script fails. The
+functions follow Megatron-LM core_v0.16.1: training/arguments.py (core_transformer_config_from_args, validate_args) and
 training/training.py (get_model, train).
 """
 
@@ -19,7 +19,7 @@ from pipette_launch.facts import Job, Layout, ModelSpec
 
 
 class NotModelledError(PipetteError):
-    """The job uses something that abstract execution cannot count."""
+    """Error: the job uses a feature whose memory abstract execution cannot count."""
 
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -46,7 +46,7 @@ def _window(value: str) -> tuple[int, ...]:
 
 
 def _one_or_all(convert: _Convert) -> _Convert:
-    """Read a single value as itself and several values as a list."""
+    """Return a reader of flags that returns a single value as itself, and several values as a list."""
 
     def read(value: str) -> Any:
         values = [convert(word) for word in value.split()]
@@ -144,7 +144,7 @@ def _fields_set_by_flags(job: Job, table: _FlagTable) -> dict[str, Any]:
 
 
 def _build(kind: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
-    """Make a configuration of megatron-core. Leave out fields that the installed release does not have."""
+    """Make a configuration of megatron-core. Fields that the installed release does not have are left out."""
     known = inspect.signature(kind).parameters
     return kind(**{name: value for name, value in fields.items() if name in known})
 
@@ -273,7 +273,7 @@ def _all_experts(job: Job) -> dict[str, Any]:
 
 
 def _uneven_chunks(chunks: tuple[int, ...], depths: int, after: int) -> dict[str, Any]:
-    """Return a pipeline layout that names the layers of each chunk. Empty if all chunks have the same number.
+    """Return a pipeline layout that names the layers of each chunk; empty if all chunks have equally many layers.
 
     Args:
         chunks: number of layers of each chunk.

@@ -40,7 +40,10 @@ def import_megatron() -> None:
 
 @contextlib.contextmanager
 def one_rank(layout: Layout, pp_rank: int = 0, *, num_optimizer_instances: int = 1) -> Iterator[None]:
-    """Make this process the first rank of a pipeline stage during the block. No process group may exist before."""
+    """Let this process be the first rank of a pipeline stage, inside a `with` block.
+
+    No process group may exist before the block.
+    """
 
     def start() -> None:
         initialize(layout, num_optimizer_instances=num_optimizer_instances)
@@ -57,7 +60,7 @@ def first_rank(layout: Layout, pp_rank: int) -> int:
 
 
 def initialize(layout: Layout, *, num_optimizer_instances: int) -> None:
-    """Make the process groups of the rank that is played, and seed its random numbers."""
+    """Make the process groups of the rank that this process plays, and seed its random numbers."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.tensor_parallel import random
 
@@ -97,8 +100,8 @@ def full_size(job: Job, layout: Layout) -> Size:
 def enough_microbatches(layout: Layout, pp_rank: int, num_microbatches: int) -> int:
     """Return the number of micro-batches after which a rank only repeats its passes, at most `num_microbatches`.
 
-    With 1F1B the number covers the warm-up and two rounds of one forward and one backward. With interleaved stages the
-    number covers the warm-up and two rounds of a micro-batch group through all chunks, rounded up to whole groups.
+    With 1F1B the result covers the warm-up and two rounds of one forward and one backward. With interleaved stages the
+    result covers the warm-up and two rounds of a micro-batch group through all chunks, rounded up to whole groups.
     """
     if layout.vpp == 1:
         return min(num_microbatches, layout.pp - pp_rank - 1 + 2)
@@ -111,7 +114,7 @@ def enough_microbatches(layout: Layout, pp_rank: int, num_microbatches: int) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """Live bytes during a run, in stretches that forwards, backwards and steps separate."""
+    """Live bytes during a run, divided into stretches: each forward, each backward and each step."""
 
     stretches: tuple[Stretch, ...]
     left: dict[str, int]

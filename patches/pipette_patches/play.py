@@ -1,9 +1,9 @@
 """Play one rank of a training program in this process, without other ranks, up to the program's first training step.
 
-The program runs unchanged under a fake process group, in which every collective returns at once. megatron-core's
-`get_forward_backward_func` is the door: each training step goes through the function that it returns. So a program may
-use Megatron's `pretrain()` or a training loop of its own. After the door, several plays can follow each other in one
-process, and only the first one pays for imports.
+The program runs unchanged under a fake process group, in which every collective returns at once. Each training step
+calls the function that megatron-core's `get_forward_backward_func` returns, so the player replaces this function. So a
+program may use Megatron's `pretrain()` or a training loop of its own. One process can play several programs one after
+the other, and only the first play pays for imports.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pipette_patches.run import Program, load
 
 
 class PlayError(PipetteError):
-    """The program did not reach its first training step."""
+    """Error: the program that is played did not reach its first training step."""
 
 
 class Stop(BaseException):
-    """Ends the program. `except Exception` in the program does not catch it."""
+    """Ends the program that is played. `except Exception` in the program does not catch `Stop`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +55,12 @@ class Step:
 
 @dataclass(kw_only=True)
 class Play:
-    """The rank that is played, and the parts of the program that have been seen so far."""
+    """The rank that is played, and the training steps and optimizers that the program has made so far."""
 
     rank: int
     world_size: int
     on_step: Callable[[Play, Step], Any]
-    """Called in place of each training step. Runs the step and returns its result, or raises `Stop`."""
+    """Function that replaces each training step: runs the step and returns its result, or raises `Stop`."""
     num_steps: int = 0
     """Number of training steps that the program has requested."""
     optimizers: list[Any] = field(default_factory=list)
@@ -83,7 +83,7 @@ def _fake_group(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @wrapping
 def _own_groups(original: Callable[..., Any], ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Make a fake group of this rank. A job has thousands of groups without this rank, which this rank never uses."""
+    """Make a fake process group, but only if the group has this rank. Other groups (thousands) would never be used."""
     if not _playing:
         return original(ranks, *args, **kwargs)
     if ranks is not None and _playing[0].rank not in ranks:
@@ -116,7 +116,7 @@ def _seen_optimizer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 @wrapping
 def _trains(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let Megatron-LM's trainer train on a stage without data, which learns from another rank that it should."""
+    """Set `do_train` of Megatron-LM's trainer, which a stage without data would receive from another rank."""
     iterators = original(*args, **kwargs)
     if _playing:
         sys.modules["megatron.training.global_vars"].get_args().do_train = True
@@ -125,7 +125,7 @@ def _trains(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def open_door() -> None:
-    """Put the replacements into torch and megatron-core, and the guard into this process."""
+    """Install the replacements in torch and megatron-core, and the audit hook that guards files and network."""
     sys.addaudithook(_guard)
     Replacements(
         (
@@ -145,7 +145,7 @@ def open_door() -> None:
 def played(
     program: Callable[[], object], *, rank: int, world_size: int, on_step: Callable[[Play, Step], Any]
 ) -> Iterator[Play]:
-    """Run a program as one rank until `on_step` raises `Stop`; the block then finds its groups and tensors as they are.
+    """Run a program as one rank until `on_step` raises `Stop`; its process groups and tensors exist inside the block.
 
     At the end of the block all process groups and global variables of Megatron are gone, so that the next play starts
     afresh.
@@ -220,7 +220,7 @@ def _guarded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_rank(rank: int, world_size: int) -> Iterator[None]:
-    """Give the program torchrun's variables, no standard input, and handlers of signals that end with the block."""
+    """Give the program torchrun's variables and an empty standard input; restore signal handlers at the end."""
     variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),

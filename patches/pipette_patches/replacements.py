@@ -22,7 +22,7 @@ _INHERITED = object()
 
 
 class PatchError(PipetteError):
-    """A patch does not exist, or does not fit the megatron-core that this process would import."""
+    """Error: a patch does not exist, or does not fit the megatron-core that this process would import."""
 
 
 class _Waiting(MetaPathFinder):
@@ -34,7 +34,7 @@ class _Waiting(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find the module with the other import hooks, and run its actions after its code."""
+        """Find the module with Python's other import hooks, and run the stored actions after the module's code."""
         if fullname not in self.actions:
             return None
         for finder in sys.meta_path:
@@ -61,7 +61,7 @@ _waiting = _Waiting()
 
 
 def when_imported(module: str, action: Action) -> None:
-    """Call `action` with the module: now if it is imported, otherwise right after its code has run."""
+    """Call `action` with the module: now if the module is imported already, otherwise right after its import."""
     loaded = sys.modules.get(module)
     if loaded is not None:
         action(loaded)
@@ -94,7 +94,8 @@ class Replacement:
     versions: str = ""
     """megatron-core versions that have the attribute; empty means all supported versions."""
     may_be_absent: bool = False
-    """True if a missing attribute is added. For a missing attribute, `make` receives None."""
+    """True if the replacement may add an attribute that the module lacks. For a missing attribute, `make` receives
+    None."""
 
     def fits(self, version: str) -> bool:
         """Return whether this megatron-core version has the attribute."""
@@ -120,22 +121,22 @@ def owner_of(module: ModuleType, path: str, *, may_be_absent: bool = False) -> t
 
 
 def instead(successor: Any) -> Callable[[object], Any]:
-    """Make a `Replacement.make` that ignores the original object and returns `successor`."""
+    """Return a value for `Replacement.make` that ignores the original object and returns `successor`."""
     return lambda _original: successor
 
 
 def answer(value: Any) -> Callable[[object], Callable[..., Any]]:
-    """Make a `Replacement.make` that replaces a function by a function that always returns `value`."""
+    """Return a value for `Replacement.make` that replaces a function by a function that always returns `value`."""
     # Make a new function for each original, because torch._dynamo refuses one function under two names.
     return lambda _original: lambda *_args, **_kwargs: value
 
 
 nothing = answer(None)
-"""A `Replacement.make` that replaces a function by a function that does nothing."""
+"""Value for `Replacement.make` that replaces a function by a function that does nothing."""
 
 
 def wrapping(successor: Callable[..., T]) -> Callable[[Callable[..., Any]], Callable[..., T]]:
-    """Make a `Replacement.make` from a function whose first argument is the original function."""
+    """Return a value for `Replacement.make`, from a function whose first argument is the original function."""
     return lambda original: functools.wraps(original)(lambda *args, **kwargs: successor(original, *args, **kwargs))
 
 
@@ -159,7 +160,10 @@ class Replacements:
             raise
 
     def revert(self) -> None:
-        """Put every original back in reverse order. Modules that are imported later keep their own attributes."""
+        """Restore all original attributes, in reverse order.
+
+        Modules that are imported later keep their own attributes.
+        """
         for module, put in self._actions:
             forget(module, put)
         while self._replaced:

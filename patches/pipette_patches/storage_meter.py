@@ -2,7 +2,7 @@
 
 Abstract tensors lie on torch's `meta` device: they have a shape, a storage with a size and an autograd graph, but no
 data. torch decides which tensors autograd keeps, which tensors share a buffer, and when a tensor is freed. The meter
-only counts, for real CPU tensors in the same way as for abstract tensors.
+only counts bytes, in the same way for real CPU tensors and for abstract tensors.
 """
 
 from __future__ import annotations
@@ -223,8 +223,9 @@ def recounting(original: Callable[..., Any], storage: Any, size: int) -> Any:
     return done
 
 
-# Shapes of common operations on abstract tensors. torch decomposes each operation in Python, in 0.25 to 0.5 ms. The
-# functions below handle contiguous tensors of one floating type. torch handles all other operands.
+# The functions below compute the shapes of common operations on abstract tensors. torch decomposes each operation in
+# Python, in 0.25 to 0.5 ms. These functions handle contiguous tensors of one floating type, and torch handles all other
+# operands.
 
 # The C function behind torch.empty. Patches replace torch.empty, but not this function.
 _empty: Callable[..., torch.Tensor] = torch._C._VariableFunctions.empty

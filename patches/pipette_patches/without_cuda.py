@@ -270,7 +270,7 @@ LOCAL_LAYERS = in_module(
         "TEDotProductAttention": _local("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
     },
 )
-"""Megatron's own layers in place of Transformer Engine's, which Megatron's specs of hybrid models name."""
+"""Megatron's own layers, which replace the Transformer Engine layers in Megatron's specs of hybrid models."""
 WITHOUT_ENGINE = (
     *in_module("megatron.core.transformer.torch_norm", {"WrappedTorchNorm.__new__": _norm_for_sequence_parallel}),
     # Without Transformer Engine, Megatron reads the name below but never defines the name.

@@ -53,7 +53,8 @@ class Part:
     """Context in which each weight gradient is added to a main gradient right away, as in all micro-batches but the
     last."""
     recomputed: Callable[[int], torch.Tensor] | None = None
-    """`forward` under full recompute: the backward runs each layer again. None if Megatron never does so."""
+    """`forward` under full recompute: the backward runs each layer again. None if Megatron never recomputes the
+    part."""
 
     def backward(self, output: torch.Tensor) -> None:
         """Compute the gradients of the input and of all parameters that are not frozen, from an output."""
@@ -63,7 +64,7 @@ class Part:
             torch.autograd.backward(output, torch.ones_like(output))
 
     def freeze(self, frozen: bool) -> None:
-        """If `frozen`, skip weight gradients in later backwards. Such backwards make only the gradient of the input."""
+        """If `frozen`, skip weight gradients in later backwards. Backwards then make only the gradient of the input."""
         for parameter in self.parameters:
             parameter.requires_grad_(not frozen)
 
@@ -88,7 +89,8 @@ class Workload:
 
 MOST_VARIANTS = 64
 """Compiled variants that torch.compile keeps of one function. By default torch keeps 8 and runs further variants
-uncompiled (torch/_dynamo/config.py, recompile_limit). The warm-up needs more, for all its tensor shapes."""
+uncompiled (torch/_dynamo/config.py, recompile_limit). The warm-up needs more variants, because it runs many tensor
+shapes."""
 
 
 def load(device_kind: str) -> None:
@@ -119,7 +121,7 @@ def workload(
     `load` must have run, and no process group may exist in this process.
 
     Args:
-        program: the job's own script. None = build the model from the job's flags.
+        program: the job's own script; None = the model is built from the job's flags.
 
     Raises:
         WorkloadError: megatron-core or the script refuses the case. Out-of-memory errors are raised as torch raises
@@ -168,7 +170,7 @@ def one_of_each(job: Job, case: ComputeCase, *, device_kind: str) -> tuple[Job, 
     if hybrid:
         hybrid = dataclasses.replace(hybrid, pattern="".join(dict.fromkeys(hybrid.pattern)))
         kinds = (0,) * len(hybrid.pattern)
-    # Windows differ between layers, so all layers are timed without windows.
+    # Attention windows differ between layers, so all layers are timed without windows.
     changes: dict[str, Any] = {
         "num_layers": len(kinds),
         "mtp_num_layers": min(model.mtp_num_layers, 1),
@@ -236,7 +238,7 @@ def from_flags(
 
 
 class _Seen:
-    """Calls of layers, embedding and prediction block in the first forward of a played program."""
+    """Recorded calls of layers, embedding and prediction block in the first forward of a played program."""
 
     def __init__(self) -> None:
         self.calls: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -276,7 +278,7 @@ class _Seen:
 
 
 def _precision() -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """Return a context like the present one of Transformer Engine, in which matrix products run in FP8 or FP4.
+    """Return a function that makes a context like Transformer Engine's present FP8 or FP4 context, if there is one.
 
     Megatron's blocks enter this context around their layers, so a layer that runs alone must enter the context too.
     """
@@ -306,7 +308,7 @@ def refusals_named(name: str, program: MakeProgram | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # A script may raise any error.
+        # A user's script may raise an error of any type.
         if is_out_of_memory(error) or not (program or isinstance(error, _REFUSALS)):
             raise
         reason = str(error).strip().splitlines() or [type(error).__name__]
@@ -408,7 +410,7 @@ def _checkpointed(run: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torc
 
 
 def _attention_core(layer: Any, run: Callable[[], object]) -> tuple[torch.Tensor, Callable[[int], torch.Tensor], bool]:
-    """Return the queries of a layer's attention core, a function that runs the core, and True if the core chains.
+    """Return the queries of a layer's attention core, a function that runs it, and True if its output fits as input.
 
     `run` runs the layer once, so that a hook can record the arguments of the attention core.
     """
@@ -440,7 +442,7 @@ class OptimizerStep:
 
     run: Callable[[], None]
     run_on_single_elements: Callable[[], None]
-    """The same step with the same number of tensors, each of one element."""
+    """The same optimizer step with the same number of tensors, each with one element."""
     num_parameters: int
     gradient_bytes: int
 
@@ -449,7 +451,7 @@ def optimizer_step(work: Workload) -> OptimizerStep:
     """Give the workload's parameters random gradients, and return the step of the optimizer that the program has made.
 
     The distributed optimizer is off, because it does the same work on fewer parameters. Measure the parts of the model
-    before, because the step changes the model's parameters.
+    before this call, because the optimizer step changes the model's parameters.
     """
     from megatron.core.optimizer import get_megatron_optimizer
 

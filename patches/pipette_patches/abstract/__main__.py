@@ -1,7 +1,7 @@
 """Execute ranks of training jobs abstractly: `python -m pipette_patches.abstract`, with one JSON document on each line.
 
 A line of stdin is an `ExecutionRequest`, a line of stdout an `ExecutionAnswer` (`facts.messages`). The process ends at
-the end of stdin. Its exit code is 0, or 1 if the last answer was an error.
+the end of stdin. The exit code of the process is 0, or 1 if the last answer was an error.
 """
 
 from __future__ import annotations

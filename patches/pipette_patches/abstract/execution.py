@@ -1,11 +1,12 @@
 """Execute a rank of a training job with abstract tensors: `load` once, then `run_rank` for each rank.
 
-The bytes of a large job follow exactly from small runs. A run consists of stretches: each forward, each backward (of
-the layers, then of the embedding) and each step. Two runs that differ only in their number of layers have the same
-stretches, and the peak of each stretch grows by the same bytes for each layer. So each stretch is extrapolated alone,
-and the largest extrapolated stretch is the peak of the job. The padding of weights, gradients and optimizer is not
-linear in the layers, so their bytes come from a full-size run without forward and backward. After its warm-up a
-schedule repeats itself, so more micro-batches only add reports of losses.
+The memory of a large job follows exactly from runs with fewer layers and micro-batches. A run is divided into
+stretches: each forward, each backward (of the layers, then of the embedding) and each step. Two runs that differ only
+in their number of layers have the same stretches, and the peak of each stretch grows by the same bytes for each layer.
+So each stretch is extrapolated alone, and the largest extrapolated stretch is the peak of the job. The padding of
+weights, gradients and optimizer is not linear in the layers, so their bytes come from a full-size run without forward
+and backward. After its warm-up a pipeline schedule repeats itself, so each further micro-batch only adds its loss
+values.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ _STATIC = ("weights", "gradients", "optimizer")
 _FEW_PASSES = 48
 """If layers times micro-batches of a rank are at most 48, the rank runs at full size."""
 _PART_OF = {"backward": "working", "head": "logits"}
-"""Name in ExecutedParts of each meter label that has a different name there."""
+"""Field of ExecutedParts for each label of the meter, if the field and the label have different names."""
 
 
 @functools.cache
 def load() -> None:
-    """Import megatron-core with stand-ins for CUDA and Transformer Engine. Use the process only for abstract jobs."""
+    """Import megatron-core with stand-ins for CUDA and Transformer Engine.
+
+    The process can then run only abstract jobs.
+    """
     transformer_engine.install()
     Replacements((*TORCH, *CORE, *EXPERTS, *OFFLOADING)).apply()
     import_megatron()
@@ -45,13 +49,13 @@ def load() -> None:
 
 
 def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> ExecutedMemory:
-    """Train the first rank of a pipeline rank for two steps.
+    """Train the first rank of a pipeline stage for two steps, and return the bytes that the rank needs.
 
     Args:
         job: the training job.
-        layout: the parallel layout, which may differ from the job's own.
+        layout: the parallel layout, which may differ from the job's own layout.
         pp_rank: the pipeline rank.
-        whole: True runs all layers and micro-batches, without scaling up.
+        whole: True runs all layers and micro-batches instead of extrapolating from smaller runs.
 
     """
 
@@ -88,7 +92,7 @@ def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> 
 
 
 def scaled(job: Job, layout: Layout, pp_rank: int, run: Run) -> Trace:
-    """Return the trace of a rank at full size, from the smallest runs that give it exactly."""
+    """Return the trace of a rank at full size, computed from the smallest runs that give exact results."""
     full = full_size(job, layout)
     # With deferred weight gradients the output layer keeps tensors of every micro-batch, so no schedule repeats.
     repeats = "--defer-embedding-wgrad-compute" not in flags(job)
@@ -109,7 +113,7 @@ def scaled(job: Job, layout: Layout, pp_rank: int, run: Run) -> Trace:
 
 
 def layer_period(job: Job, layout: Layout) -> int:
-    """Return the number of layers after which the kinds of layers in a chunk repeat. 0 if the kinds do not repeat."""
+    """Return the number of layers after which the kinds of layers in a chunk repeat; 0 = the kinds do not repeat."""
     recompute = layout.recompute
     if recompute.granularity == "full":
         return recompute.num_layers if recompute.method == "uniform" else 1
@@ -121,7 +125,7 @@ def layer_period(job: Job, layout: Layout) -> int:
 def smallest(layout: Layout, period: int, wanted: int) -> int:
     """Return the number of layers in a chunk from which each further period adds the same bytes.
 
-    `wanted` minus the result is a whole number of periods. The result is at least two layers, because the first
+    The result differs from `wanted` by a whole number of periods. The result is at least two layers, because the first
     backward makes buffers that all later layers share.
     """
     recompute = layout.recompute
@@ -132,7 +136,10 @@ def smallest(layout: Layout, period: int, wanted: int) -> int:
 
 
 def _extrapolated(first: Trace, second: Trace, steps: int, *, bare: Trace) -> Trace:
-    """Extrapolate two runs by `steps` times their difference. Static bytes come from the run without passes."""
+    """Add `steps` times the difference of two runs to the first run.
+
+    Static bytes come from `bare`, a run without passes.
+    """
     if [one.phase for one in first.stretches] != [one.phase for one in second.stretches]:
         raise RuntimeError("runs of different sizes have different stretches")
 
@@ -153,7 +160,7 @@ def _extrapolated(first: Trace, second: Trace, steps: int, *, bare: Trace) -> Tr
 
 
 def _with_reports(trace: Trace, missing: int) -> Trace:
-    """Add the loss reports of micro-batches that were not run to each stretch of a step."""
+    """Add the bytes of losses of micro-batches that were not run, to each stretch of a step."""
     if not missing or not trace.report_bytes:
         return trace
     more = missing * trace.report_bytes

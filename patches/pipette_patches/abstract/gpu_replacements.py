@@ -2,7 +2,8 @@
 
 The `meta` device replaces `cuda`, and no message is sent. An abstract tensor has no values, so code that reads a value
 gets False, 0 or 1. Megatron's own router, dispatchers and experts run with balanced routing, so every shape is fixed.
-Megatron's own code decides which activations are offloaded and when they return. Tensors in host memory do not count.
+Megatron's own code decides which activations are offloaded and when they return. Tensors that were offloaded to host
+memory do not count.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _cuda_module(module: Any, *_args: object) -> Any:
 
 
 def _scalar(tensor: Any) -> Any:
-    """Return False, 0.0 or 1 by the tensor's type: no overflow, a norm below every limit, a count of one."""
+    """Return a value by the tensor's type: False (no overflow), 0.0 (a norm below every limit) or 1 (a count)."""
     if tensor.dtype is torch.bool:
         return False
     return 0.0 if tensor.dtype.is_floating_point else 1
@@ -66,7 +67,7 @@ def _gather_own(objects: list[Any], own: Any, **_kwargs: Any) -> None:
 
 
 def _dropout(given: Any, p: float = 0.5, training: bool = True, *_inplace: bool, **_options: bool) -> Any:
-    """Make an output and a mask with one byte for each element, as the CUDA kernel does."""
+    """Replace dropout: make an output and a mask with one byte for each element, as the CUDA kernel does."""
     if not training or p == 0.0:
         return given
     return kernel(lambda given: (torch.empty_like(given), (torch.empty_like(given, dtype=torch.bool),)), given)
@@ -121,7 +122,7 @@ TORCH = (
     *in_module("torch.distributed", _DISTRIBUTED),
     *in_module("torch.distributed.distributed_c10d", _DISTRIBUTED),
 )
-"""Replacements in torch, for a process that only executes abstractly."""
+"""Replacements in torch, for a process that only runs abstract tensors."""
 
 
 class _OfDtype(type):
@@ -193,7 +194,10 @@ CORE = (
 
 
 def _masked_select(given: torch.Tensor, mask: torch.Tensor) -> Any:
-    """Select the entries that balanced routing sets in a mask of (experts, tokens). Keep the same tensors as torch."""
+    """Select the entries that balanced routing sets in a mask of (experts, tokens).
+
+    Keep input and mask for backward.
+    """
     experts, tokens = mask.shape
     return kernel(lambda given: (given.new_empty(routed_rows(tokens, experts)), (given, mask)), given)
 
@@ -206,7 +210,7 @@ def _with_balanced_counts(original: Callable[..., Any], experts: Any, rows: Any,
 
 @wrapping
 def _permute_balanced(original: Callable[..., Any], rows: Any, mapped: torch.Tensor, **options: Any) -> Any:
-    """Permute the number of token rows of balanced routing, because abstract counts have no values."""
+    """Permute as many token rows as balanced routing sends, because abstract counts have no values."""
     num_rows = {} if options.get("drop_and_pad") else {"num_out_tokens": routed_rows(*mapped.shape)}
     return original(rows, mapped, **options | num_rows)
 
@@ -273,7 +277,7 @@ def forget_offloaded() -> None:
 
 def _to_host(_handler: Any, tensor: torch.Tensor, **_options: bool) -> tuple[Any, ...]:
     """Return a tuple instead of the tensor, because Megatron recognises an offloaded tensor by a tuple."""
-    # Megatron first makes a contiguous copy on the device.
+    # Megatron makes a contiguous copy on the GPU before it copies the tensor to the host.
     tensor.contiguous()
     return tensor.shape, tensor.dtype, tensor.device
 

@@ -1,9 +1,9 @@
-"""Fused kernels of Transformer Engine and Apex for abstract tensors. Each makes and keeps the original's tensors.
+"""Stand-ins for fused kernels of Transformer Engine and Apex, which make and keep the same tensors without values.
 
-Abstract tensors have no values to route by, so all experts get the same number of tokens. FusedAdam follows
-TransformerEngine 2.8, optimizers/fused_adam.py, and makes its states at the first step. For states in reduced
-precision, the kernel makes fp32 copies of all states of a parameter group at once. Weights may have 16-bit remainders
-instead of fp32 master weights, and the kernel needs no copy of these remainders.
+Abstract tensors have no values from which a router could choose, so all experts get the same number of tokens.
+FusedAdam follows TransformerEngine 2.8, optimizers/fused_adam.py, and makes its states at the first step. For states in
+reduced precision, the kernel makes fp32 copies of all states of a parameter group at once. Weights may have 16-bit
+remainders instead of fp32 master weights, and the kernel needs no copy of these remainders.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ def kernel(
     Args:
         run: receives `given` and returns the outputs and the tensors that are kept for backward.
         given: tensors, or objects that have no gradient.
-        backward: receives the kept tensors and the gradients of the outputs, and returns one gradient for each object
-            in `given`. None makes a new gradient for each tensor that needs a gradient. `backward` must not refer
-            to tensors other than parameters, because such tensors would live as long as the graph.
+        backward: receives the kept tensors and the output gradients, and returns one gradient per object in `given`.
+            None makes a new gradient for each tensor that needs a gradient. `backward` must not refer to tensors other
+            than parameters, because such tensors would live as long as the graph.
 
     """
     return _Kernel.apply(run, backward, *given)  # type: ignore[no-untyped-call]
 
 
 def apply_rotary_pos_emb(given: torch.Tensor, angles: torch.Tensor, **_options: Any) -> Any:
-    """Rotate queries or keys into a new tensor. Keep only the angles for the backward."""
+    """Rotate queries or keys into a new tensor. The backward keeps only the rotation angles."""
     return kernel(lambda given: (given.new_empty(given.shape), (angles,)), given)
 
 
 def apply_fused_qkv_rotary_pos_emb(*_args: Any, **_kwargs: Any) -> Any:
-    """Refuse to rotate queries, keys and values before they are split, which is not modelled."""
+    """Raise an error: a rotation of queries, keys and values in one unsplit tensor is not modelled."""
     raise NotModelledError("--fused-single-qkv-rope is not modelled")
 
 
@@ -88,7 +88,7 @@ def parallel_cross_entropy(logits: torch.Tensor, _labels: torch.Tensor, *_option
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Recompute a function in the backward. Keep only the function's tensor arguments."""
+    """Recompute a function in the backward. autograd keeps only the function's tensor arguments."""
     import torch.utils.checkpoint as torch_checkpoint
 
     ours = ("distribute_saved_activations", "get_rng_state_tracker", "tp_group")
@@ -108,7 +108,7 @@ def multi_tensor_l2norm(_chunk: int, _overflow: Any, lists: Any, per_tensor: boo
 
 
 def get_batch_per_block(_rows: int, columns: int, _batch: int, _heads: int) -> int:
-    """Return the rows of scores in one block of the softmax kernel (fused_kernels/scaled_masked_softmax.h)."""
+    """Return the number of score rows in one block of the softmax kernel (fused_kernels/scaled_masked_softmax.h)."""
     power = 1 << math.ceil(math.log2(columns))
     return (128 // min(power, 32)) * (2 if power <= 128 else 1)
 
@@ -143,7 +143,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.overflow = torch.empty(1, dtype=torch.int32, device="cuda")
 
     def initialize_state(self, parameter: Any, _store_param_remainders: bool = False) -> None:
-        """Make the states of one parameter."""
+        """Make the optimizer states of one parameter."""
         for name, dtype in self.dtypes.items():
             has_remainder = name == "master_param" and self.store_param_remainders and parameter.dtype is torch.bfloat16
             self.state[parameter][name] = torch.empty_like(parameter, dtype=torch.int16 if has_remainder else dtype)
@@ -157,7 +157,7 @@ class FusedAdam(torch.optim.Optimizer):
                 parameter.grad = None
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make the states that are missing, and fp32 copies of states in reduced precision."""
+        """Make the optimizer states that are missing, and fp32 copies of states in reduced precision."""
         del closure
         for group in self.param_groups:
             copies = []
@@ -236,7 +236,7 @@ def choose_routing(job: Job) -> None:
 
 
 def balanced(rows: int, parts: int) -> list[int]:
-    """Split a number of rows into parts that differ by at most one row."""
+    """Split a number of rows into parts whose sizes differ by at most one row."""
     each, more = divmod(rows, parts)
     return [each + (part < more) for part in range(parts)]
 
@@ -244,7 +244,10 @@ def balanced(rows: int, parts: int) -> list[int]:
 def moe_permute_with_probs(
     tokens: torch.Tensor, probs: torch.Tensor | None, routing_map: torch.Tensor, **_options: Any
 ) -> Any:
-    """Sort token rows and probabilities by expert. Keep a map with 2 * experts + 1 numbers for each token."""
+    """Sort token rows and probabilities by expert.
+
+    The backward keeps a map with 2 * experts + 1 numbers for each token.
+    """
 
     def run(tokens: torch.Tensor, probs: torch.Tensor | None) -> Any:
         num_tokens, experts = routing_map.shape
@@ -265,17 +268,17 @@ def moe_permute(tokens: torch.Tensor, routing_map: torch.Tensor, **_options: Any
 def moe_unpermute(
     permuted: torch.Tensor, row_map: torch.Tensor, *_probs: Any, restore_shape: Any, **_options: Any
 ) -> Any:
-    """Sum the expert outputs of each token. Keep the map from tokens to experts."""
+    """Sum the expert outputs of each token. The backward keeps the map from tokens to experts."""
     return kernel(lambda given: (given.new_empty(tuple(restore_shape)), (row_map,)), permuted)
 
 
 def moe_sort_chunks_by_index_with_probs(rows: torch.Tensor, probs: Any, _sizes: Any, _order: Any) -> Any:
-    """Sort chunks of token rows and of their probabilities. Keep a map from old to new rows."""
+    """Sort chunks of token rows and of their probabilities. The backward keeps a map from old to new rows."""
     row_map = rows.new_empty(rows.shape[0], dtype=torch.int32)
     return tuple(kernel(lambda given: (given.new_empty(given.shape), (row_map,)), given) for given in (rows, probs))
 
 
 def moe_sort_chunks_by_index(rows: torch.Tensor, _sizes: Any, _order: Any) -> Any:
-    """Sort chunks of token rows. Keep a map from old to new rows."""
+    """Sort chunks of token rows. The backward keeps a map from old to new rows."""
     row_map = rows.new_empty(rows.shape[0], dtype=torch.int32)
     return kernel(lambda given: (given.new_empty(given.shape), (row_map,)), rows)

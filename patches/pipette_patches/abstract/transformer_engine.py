@@ -7,12 +7,13 @@ TransformerEngine 2.8.
 Linear layers (module/{linear,layernorm_linear,grouped_linear}.py) keep their input before any gather. Linear layers
 with a norm also keep the norm's input, statistics and output. For the weight gradient a layer gathers the input again,
 and frees the gathered copy at once. With fused accumulation the weight gradient goes into `main_grad`, and the layer
-returns an empty gradient. A process keeps one empty gradient for each shape (module/base.py, get_dummy_wgrad).
+returns an empty gradient. Transformer Engine keeps one empty gradient for each weight shape (module/base.py,
+get_dummy_wgrad).
 
 Attention (attention/dot_product_attention/{backends,context_parallel}.py): cuDNN's fused kernel takes (s, b, heads,
 channels). FlashAttention needs (b, s, heads, channels), so with b > 1 it copies query, key, value and output. The
-unfused core writes every score. With context parallelism keys and values travel around a ring of ranks. Each step of
-the ring needs one buffer in the forward and two pairs of buffers in the backward.
+unfused attention core stores every attention score. With context parallelism keys and values travel around a ring of
+ranks. Each step of the ring needs one buffer in the forward and two pairs of buffers in the backward.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def forget_gradients() -> None:
 
 
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
-    """Return the empty gradient of a shape. megatron-core's own linear layers also call this function."""
+    """Return the shared empty gradient of a weight shape. megatron-core's own linear layers also call this function."""
     del zero
     key = (*shape, dtype)
     if key not in _dummy_gradients:
@@ -117,7 +118,7 @@ class _Product(torch.nn.Module):
         super().__init__()
         self.use_bias, self.returns_bias, self.fuses_accumulation = bias, return_bias, fuse_wgrad_accumulation
         self.parallel_mode, self._ranks, self._sequence_parallel = parallel_mode, tp_size, sequence_parallel
-        # Sizes of this rank's slice of a weight.
+        # Height and width of this rank's slice of a weight.
         outputs = out_features // (tp_size if parallel_mode == "column" else 1)
         inputs = in_features // (tp_size if parallel_mode == "row" else 1)
         for suffix in suffixes:
@@ -148,14 +149,14 @@ class Linear(_Product):
 
     @property
     def _exchange(self) -> str | None:
-        """`column` if the layer gathers the sequence before the product, `row` if it scatters the output after.
+        """`column` if the layer gathers the sequence before the product, `row` if it scatters the output; else None.
 
-        None without an exchange. Megatron removes the parallel mode from layers whose exchanges Megatron does itself.
+        Megatron removes the parallel mode from layers whose exchanges Megatron does itself.
         """
         return self.parallel_mode if self._sequence_parallel and self._ranks > 1 else None
 
     def forward(self, inp: torch.Tensor, **_options: Any) -> Any:
-        """Normalise if the layer has a norm, then multiply. Also return the bias if the caller adds the bias."""
+        """Normalise if the layer has a norm, then multiply. If the caller adds the bias, return output and bias."""
         added = None if self.returns_bias else self.bias
         norm = (getattr(self, name, None) for name in ("layer_norm_weight", "layer_norm_bias"))
         out = kernel(self._product, inp, self.weight, added, *norm, backward=self._gradients)
@@ -242,7 +243,7 @@ class GroupedLinear(_Product):
         self.num_gemms = num_gemms
 
     def forward(self, inp: torch.Tensor, m_splits: list[int], **_options: Any) -> Any:
-        """Multiply the token rows of each expert. Also return the biases if the caller adds the biases."""
+        """Multiply the token rows of each expert. If the caller adds the biases, return output and biases."""
         if sum(m_splits) != inp.shape[0]:
             raise ValueError(f"{sum(m_splits)} rows of experts for {inp.shape[0]} rows given")
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
@@ -281,15 +282,19 @@ def _attention_output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.T
 
 
 def _fused_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-    """Run one fused attention kernel. Keep its inputs, output, statistics and random state for the backward."""
+    """Run one fused attention kernel.
+
+    The kernel keeps its inputs, output, statistics and random state for the backward.
+    """
     out, statistics = _attention_output(query, value)
     return out, (query, key, value, out, statistics, query.new_empty(2, dtype=torch.int64))
 
 
 def _ring_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int, sequence: int) -> Any:
-    """Pass keys and values around a ring of ranks. Keep query, last received keys and values, output, statistics.
+    """Pass keys and values around a ring of ranks.
 
-    `sequence` is the dimension of the query tensor that context parallelism splits.
+    The backward keeps query, last received keys and values, output and statistics. `sequence` is the dimension of the
+    query tensor that context parallelism splits.
     """
     key_shape, value_shape = key.shape, value.shape
 
@@ -328,7 +333,7 @@ def _ring_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 
 
 def _unfused_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
-    """Write the scores, the probabilities and the probabilities after dropout."""
+    """Run unfused attention, which stores the scores, the probabilities and the probabilities after dropout."""
     (rows, batch, heads, _), columns = query.shape, key.shape[0]
     if key.shape[2] != heads:
         repeats = heads // key.shape[2]
@@ -388,7 +393,7 @@ class DotProductAttention(torch.nn.Module):
 
 
 def _not_modelled(name: str) -> type:
-    """Make a class that megatron-core can name and subclass, but not build."""
+    """Make a class that megatron-core can import and subclass, but not instantiate."""
 
     def refuse(_self: Any, *_args: Any, **_kwargs: Any) -> None:
         raise NotModelledError(f"{name} of Transformer Engine is not modelled")
@@ -462,7 +467,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
     "scaled_masked_softmax_cuda": {**_named(kernels.get_batch_per_block), **_SOFTMAX},
     "scaled_upper_triang_masked_softmax_cuda": _SOFTMAX,
 }
-"""Modules of a GPU machine, and the names that stand in for their contents."""
+"""Modules that only a GPU machine has, and the stand-ins for the names in each module."""
 
 
 def install() -> None:

@@ -136,7 +136,7 @@ Deferred = list[Callable[[], None]]
 
 
 class _Open:
-    """The lists of the current split backward. Module state, because torch may run a backward on another thread."""
+    """Global lists of the current split backward, not thread-local: torch may run a backward on another thread."""
 
     products: Deferred | None = None
     weights: list[Any] | None = None
@@ -156,7 +156,8 @@ def deferred() -> Iterator[Deferred]:
     finally:
         _open.products = _open.weights = None
         for weight in weights:
-            # True kept this backward's hooks from adding a missing gradient. Reset: the next backward may not be split.
+            # The value True kept hooks of this backward from adding a missing gradient. The next backward may not be
+            # split.
             weight.grad_added_to_main_grad = False
 
 
@@ -167,8 +168,8 @@ def _splitting(original: Any) -> Any:
         @staticmethod
         def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
             total_input, weight = ctx.saved_tensors
-            # Keep Megatron's own deferral (for the vocabulary). From 0.19 on, a weight may be in parts. Megatron joins
-            # the parts of a weight only during the backward.
+            # If Megatron itself defers the product (for the vocabulary), run Megatron's backward. From 0.19 on, a
+            # weight may be in parts, and only Megatron's backward joins the parts.
             defers = ctx.grad_output_buffer is not None or getattr(ctx, "gtp_remat_size", 1) > 1
             # A deferred product of the head would keep the gradients of the logits, the largest tensor of the model.
             is_head = getattr(weight, "is_embedding_or_output_parameter", False)
@@ -284,7 +285,7 @@ def run(
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     passes = PipelineStep(call, program, rank_S, schedules, begin)
-    # Reduce after a chunk's last gradient. If W passes come after the backward, no backward hook sees that moment.
+    # Gradients of a chunk are reduced here, because W passes may come after the backward and trigger no backward hook.
     with contextlib.ExitStack() as stack:
         contexts = config.no_sync_func or []
         for enter in contexts if isinstance(contexts, list) else [contexts]:

@@ -1,8 +1,8 @@
 """The patch `schedules`: Megatron's pipelined functions follow the schedule of a file.
 
 PIPETTE_SCHEDULE names the file, which is the same on every rank. Before the first step every rank checks that the
-schedule can run and that all ranks have the same schedule. A training may also run its first step under
-Megatron's schedule. Then the losses and gradients of the two runs must agree.
+schedule can run and that all ranks have the same schedule. A training may also run its first step under Megatron's own
+schedule. The losses and gradients of the two runs must then agree.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from pipette_patches.replacements import Patch, PatchError, Replacement, in_modu
 from pipette_patches.schedules import executor, v_placement
 
 PATIENCE_S = 120.0
-"""Seconds after which a pass counts as stuck. A pass takes less, and NCCL and gloo give up after half an hour."""
+"""Seconds after which a pass counts as stuck. A healthy pass takes less time, and NCCL and gloo give up after half an
+hour."""
 TOLERANCE = 1e-3
 """Largest relative difference of losses or gradient norms that count as equal: 10 times the effect of sum order."""
 
@@ -97,7 +98,7 @@ class Replay:
         return self._given[self._at - 1]
 
     def rewind(self) -> None:
-        """Begin again at the first item."""
+        """Return the items again, from the first item on."""
         self._at = 0
 
 
@@ -267,7 +268,10 @@ def _following(original: Callable[..., list[Any]], **arguments: Any) -> list[Any
 
 
 def _call(arguments: Mapping[str, Any], known: Collection[str], megatron_schedules: Any) -> executor.Call:
-    """Convert the arguments of a pipelined function. `known` lists the function's parameters in this release."""
+    """Convert the arguments of one of Megatron's pipelined functions into a call of the executor.
+
+    `known` lists the function's parameters in this release.
+    """
     data, model = arguments["data_iterator"], arguments["model"]
     chunks = model if isinstance(model, list) else [model]
     # Release 0.14 names the process groups `grad_finalize_pgs`.

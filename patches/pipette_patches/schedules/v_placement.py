@@ -86,7 +86,7 @@ def _whole_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 class _Built:
-    """State while a trainer builds the model."""
+    """State that is used while a trainer builds the model."""
 
     weight: Any = None
     """Weights of the embedding that was built last. Megatron builds the second chunk of the same rank next."""
@@ -95,7 +95,10 @@ class _Built:
 
 
 def _in_model_alone(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return rank 0 as the last stage while a model is built. From 0.19 on, trainers also look up the loss rank."""
+    """Return rank 0 as the last stage while a model is built.
+
+    From megatron-core 0.19 on, trainers also look up the loss rank.
+    """
     return lambda group: _is_pp_last_stage(group) if _Built.now else original(group)
 
 
@@ -163,7 +166,8 @@ def carry(results: Any, group: Any, source: int) -> Any:
     peers, rank, last = dist.get_process_group_ranks(group), group.rank(), group.size() - 1
 
     def exchange(work: Callable[..., Any], tensor: torch.Tensor, peer: int) -> torch.Tensor:
-        # Not batched: the first batch of a group over NCCL needs all ranks of the group (torch, `batch_isend_irecv`).
+        # Messages are not batched, because the first batch of a group over NCCL needs all ranks of the group (torch,
+        # `batch_isend_irecv`).
         work(tensor, peers[peer], group).wait()
         return tensor
 
@@ -195,7 +199,8 @@ def unpack(content: torch.Tensor, num_pickled: int) -> Any:
 
 
 _Place = tuple[int, int, torch.dtype, tuple[int, ...], bool]
-"""First byte, byte after the last, type, shape, and True if the tensor belongs on the CPU."""
+"""Description of a packed tensor: first byte, byte after the last, type, shape, and True if the tensor belongs on the
+CPU."""
 
 
 class _Packer(pickle.Pickler):

@@ -11,7 +11,7 @@ _MOST = 1 << 15
 
 
 class Memo(Generic[T]):
-    """Cache of values that many layouts share; when it is full, all values are dropped."""
+    """Cache of values that many layouts share. A full cache drops all its values."""
 
     def __init__(self, most: int = _MOST) -> None:
         self._values: dict[Hashable, T] = {}
@@ -21,7 +21,7 @@ class Memo(Generic[T]):
         return len(self._values)
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the value of a key; `make` computes a missing value, which must depend on nothing but the key."""
+        """Return the cached value of a key. `make` computes a missing value, which must depend only on the key."""
         if key not in self._values:
             if len(self._values) >= self._most:
                 self._values.clear()

@@ -1,4 +1,4 @@
-"""Correction of predictions by the outcomes of earlier jobs on these machines, and the error of a prediction."""
+"""Correction of predictions by the outcomes of earlier jobs on the same machines, and the error of a prediction."""
 
 # G = groups of one dimension, K = members of a group, W = ranks = slots.
 
@@ -32,33 +32,33 @@ LEAST_OUTCOMES = 4
 MOST_OUTCOMES = 64
 """Largest number of outcomes that are used; older outcomes are left out."""
 WORTH = 0.8
-"""A factor is used if it multiplies the error by at most this number. The error with a factor is measured by predicting
-each outcome from all other outcomes."""
+"""A learned factor is used only if the error with the factor is at most this share of the error without the factor. For
+the error with a learned factor, each outcome is predicted with the factor of all other outcomes."""
 
 ERRORS_APART = 2.0
 """Number of standard errors by which two steps must differ to count as different."""
 MODELLED_ERROR = 0.1
-"""Relative error of a layer's time that was carried over from another case. On reserved CPU cores, times of layers with
-equal tp and 0.5 to 8 times the tokens were wrong by -24 to +14 %, with a root mean square of 12 %."""
+"""Relative error of a layer's time that was carried over from another case. On reserved CPU cores, predicted times of
+layers with equal tp and 0.5 to 8 times the tokens were wrong by -24 to +14 %, with a root mean square of 12 %."""
 CARRIED_ERROR = 0.2
-"""Relative error of a collective's time that was carried over from another kind or group size. In 18 warm-ups on four
-hosts over gloo, each group was predicted from groups of other shapes. The root mean square error was 14 % from 1 MB on,
-and 23 % with messages of 100 KB included."""
+"""Relative error of a collective's time that was carried over from another kind or group size. The collective times of
+18 warm-ups on four hosts over gloo were predicted from groups of other sizes or kinds. The root mean square error of
+these predictions was 14 % from 1 MB on, and 23 % with messages of 100 KB included."""
 SHAPE_ERROR = 0.06
 """Relative error between predicted steps of layouts with different degrees. On four CPU hosts over gloo, with six
 networks and three models, the predicted ratio of another layout's step to the user's own step was 6 % too small in the
-mean of 36 ratios. The median error was 5 % and the root mean square 10 %."""
+mean of 36 ratios. The median error of the 36 ratios was 5 %, and their root mean square error was 10 %."""
 COMPUTED = ("compute", "recompute", "bubble")
 """Parts of a step that grow with the compute times."""
 
 
 class Factor(NamedTuple):
-    """Ratio of measured to predicted figures in earlier jobs."""
+    """Learned ratio of measured to predicted figures (step times or memory peaks) in earlier jobs."""
 
     factor: float
     """Expected ratio of measured to predicted: the geometric mean of earlier jobs."""
     careful_factor: float
-    """Ratio of measured to predicted that about one job of six exceeds, but at least 1."""
+    """Ratio of measured to predicted, at least 1, that about one job of six exceeds."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,7 +68,7 @@ class Corrections:
     step: Factor | None = None
     memory: Factor | None = None
     notes: tuple[str, ...] = ()
-    """One sentence each for step times and memory peaks: the learned factor, or the reason against a factor."""
+    """Sentences about the learned factors of step times and of memory peaks, or the reasons why no factor is used."""
 
 
 NOTHING_LEARNED = Corrections()
@@ -78,7 +78,7 @@ def corrections_from(outcomes: Iterable[Outcome]) -> Corrections:
     """Learn corrections from the outcomes of earlier jobs on these machines; `outcomes` has the oldest job first.
 
     The newest outcome of a configuration replaces its older outcomes. Outcomes of old releases are left out, because
-    they do not describe their configuration.
+    their files do not describe the measured configuration.
     """
     newest: dict[tuple[tuple[str, float], ...], Outcome] = {}
     for outcome in outcomes:
@@ -96,20 +96,20 @@ def corrections_from(outcomes: Iterable[Outcome]) -> Corrections:
 
 
 def _learn(what: str, log_errors: Sequence[float]) -> tuple[Factor | None, str]:
-    """Return the learned factor, or None if a factor does not lower the error, and a sentence about the result."""
+    """Return the learned factor and a sentence about it; the factor is None if it does not lower the error."""
     errors_N = np.array([error for error in log_errors if math.isfinite(error)])
     count, refused = len(errors_N), f"{what} are not corrected by earlier outcomes on these machines:"
     if count < LEAST_OUTCOMES:
         return None, f"{refused} {count} different configurations were measured, and {LEAST_OUTCOMES} are needed."
     mean = float(errors_N.mean())
-    # Difference between each error and the mean of all other errors.
+    # Difference between each outcome's log error and the mean log error of all other outcomes.
     left_N = (errors_N - mean) * count / (count - 1)
     before, after = (math.sqrt(float(np.mean(each_N**2))) for each_N in (errors_N, left_N))
     if after > WORTH * before:
         return None, (
             f"{refused} predicting each run from the others leaves {after:.1%} of error, after {before:.1%} without."
         )
-    # Standard deviation that is expected of one further job.
+    # Standard deviation of the log error that is expected for one further job.
     spread = float(errors_N.std(ddof=1)) * math.sqrt(1 + 1 / count)
     found = Factor(math.exp(mean), max(1.0, math.exp(mean + spread)))
     return found, (
@@ -139,14 +139,14 @@ def features_of(job: Job, layout: Layout, *, devices_per_host: int) -> dict[str,
 
 
 class CorrectedPredictor(Predictor):
-    """Predictor that multiplies its figures by the factors of earlier jobs, and takes the measured peaks of stages."""
+    """Predictor that applies learned factors, and replaces predicted peaks of stages by measured peaks."""
 
     def __init__(self, job: Job, measurements: Measurements, corrections: Corrections = NOTHING_LEARNED) -> None:
         super().__init__(job, measurements)
         self.step_factor = corrections.step.factor if corrections.step else 1.0
-        """Factor on every predicted step."""
+        """Learned factor on every predicted step time."""
         self.memory_factor = corrections.memory.careful_factor if corrections.memory else 1.0
-        """Factor on every predicted peak."""
+        """Learned factor on every predicted memory peak."""
         self._stages = MeasuredStages(job, measurements)
 
     def step_time(self, layout: Layout, placement: Sequence[int], schedule: Schedule | None = None) -> StepTime:
@@ -158,7 +158,7 @@ class CorrectedPredictor(Predictor):
         return StepTime(total_s=total_s, breakdown_s={**step.breakdown_s, LEARNED: total_s - step.total_s})
 
     def placement_cost(self, layout: Layout, schedule: Schedule | None = None) -> PlacementCost:
-        """Return the step time as a function of the placement, equal to `step_time`."""
+        """Return a function from placements to the step time that `step_time` predicts."""
         return super().placement_cost(layout, schedule).times(self.step_factor)
 
     def bound_s(self, layout: Layout) -> float:
@@ -180,8 +180,8 @@ class CorrectedPredictor(Predictor):
     def fullest_N(self, columns: LayoutColumns, *, live: float = 1.0) -> NDArray[np.float64]:
         """Return the largest of the `peaks` of each of N layouts.
 
-        `live` is the activations that a schedule keeps, divided by those under Megatron's own schedule. If `live` is
-        below 1, measured peaks are not used, because the warm-up ran Megatron's schedule.
+        `live` is a schedule's peak bytes of kept activations, divided by the peak bytes under Megatron's own schedule.
+        If `live` is below 1, measured peaks are not used, because the warm-up ran Megatron's schedule.
         """
         if not len(columns):
             return np.zeros(0)
@@ -203,12 +203,12 @@ class CorrectedPredictor(Predictor):
         return max(peaks) / peak_memory_bytes(self._job, layout)[fullest].total
 
     def notes(self, layout: Layout) -> tuple[str, ...]:
-        """Return the assumptions for a layout, and the stages that were measured, one sentence each."""
+        """Return sentences about the assumptions for a layout, and about its stages whose memory was measured."""
         return (*super().notes(layout), *self._stages.notes(layout))
 
 
 class Uncertainty:
-    """Error of predicted steps that comes from few samples, or from times that were measured on other shapes."""
+    """Error of predicted steps due to few samples, or to times that were measured on other shapes."""
 
     def __init__(self, job: Job, table: ComputeTable, measurements: Measurements) -> None:
         self._job, self._table = job, table
@@ -232,15 +232,15 @@ class Uncertainty:
 
     @property
     def differs(self) -> bool:
-        """True if the times of some steps may be better measured than the times of other steps."""
+        """True if some predicted steps may rest on better measurements than other predicted steps."""
         return self._has_measured or bool(self._collectives)
 
     def carried_s(self, layout: Layout, placement: Sequence[int], parts_s: Mapping[str, float]) -> float:
         """Return the standard error of a step, in seconds, due to times that were carried over from other shapes.
 
-        The error is 0 if all times were measured. The error of compute is also 0 if the device model carried over all
-        times of layers, because then all steps are equally uncertain. `placement` has the RANK of each slot, and
-        `parts_s` has the parts of the step (`StepTime.breakdown_s`).
+        The standard error is 0 s if all times were measured. The part of the error from compute is also 0 s if the
+        device model carried over all times of layers, because then all steps are equally uncertain. `placement` has the
+        RANK of each slot, and `parts_s` has the parts of the step (`StepTime.breakdown_s`).
         """
         _, is_modelled = self._errors.get(case_of(layout), (0.0, True))
         computed_s = _computed_s(parts_s) if self._has_measured and is_modelled else 0.0
@@ -263,20 +263,20 @@ class Uncertainty:
     def shape_error(self, one: Layout, other: Layout) -> float:
         """Return the relative error between two predicted steps due to different degrees.
 
-        The error is 0 if the device model carried over all times of layers from other shapes.
+        The relative error is 0 if the device model carried over all times of layers from other shapes.
         """
         degrees = {(layout.tp, layout.pp, layout.cp, layout.ep, layout.vpp) for layout in (one, other)}
         return SHAPE_ERROR if self._has_measured and len(degrees) > 1 else 0.0
 
     def have_same_source(self, one: Layout, other: Layout) -> bool:
-        """Return True if both layouts use the same compute times, so that the errors of their steps are equal."""
+        """Return True if both layouts use the same compute times, so that both steps have the same error."""
         return self._table.source(case_of(one)) == self._table.source(case_of(other))
 
     def chance_s(self, *steps: tuple[Layout, Mapping[str, float]]) -> float:
         """Return the seconds by which two predicted steps may differ by chance; 0 if both use the same compute times.
 
-        If the device model made the times of both steps, the model's error cancels and is left out. Each step is given
-        by its layout and its parts (`StepTime.breakdown_s`).
+        If the device model predicted the times of both steps, the device model's error cancels and is left out. Each
+        predicted step is a pair: its layout, and the seconds of its parts (`StepTime.breakdown_s`).
         """
         if self.have_same_source(*(layout for layout, _ in steps)):
             return 0.0
@@ -285,7 +285,7 @@ class Uncertainty:
             case = case_of(layout)
             source = self._table.source(case)
             error, is_modelled = self._errors.get(source, (0.0, False)) if source else (0.0, False)
-            # The time of a case is also carried over if its source is another case.
+            # The time of a compute case is also carried over if its source (`ComputeTable.source`) is another case.
             found.append((error, is_modelled or source != case, _computed_s(parts_s)))
         own_error = 0.0 if all(is_modelled for _, is_modelled, _ in found) else MODELLED_ERROR
         errors_s = [math.hypot(error, own_error * is_modelled) * seconds for error, is_modelled, seconds in found]

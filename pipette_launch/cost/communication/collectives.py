@@ -10,11 +10,11 @@ of each kind for k members and a tensor of `bytes`:
     all_to_all       (k - 1) steps of bytes / k, over every pair
     send                   1 step of bytes
 
-`bytes` is the full tensor on one rank: before a reduce-scatter, after an all-gather. A measured group of equal or
-similar size corrects the formula: a factor on the time per byte, and extra latency for each step. So a measured group
-gets its measured time, and slower links still cost more. Sends are not corrected, because links are measured by sends.
-Groups that run at the same time are priced one by one, because the warm-up measured groups while similar groups were
-running.
+`bytes` is the full tensor on one rank: before a reduce-scatter, after an all-gather. The measured time of a group of
+equal or similar size corrects the formula by a factor on the time per byte and an extra latency for each step. With its
+correction, the formula returns the measured time for a measured group, and a longer time for slower links. Predicted
+sends need no correction, because the warm-up measures links by sends. Groups that run at the same time are priced one
+by one, because the warm-up also measured each group while similar groups were running.
 """
 
 # G = groups of one kind, K = members of a group in ring order, L = links, T = groups of any kinds, S = slots,
@@ -41,16 +41,17 @@ from pipette_launch.facts.measurements import CollectiveTime
 Floats = NDArray[np.float64]
 
 LINKS_AT_ONCE = 1 << 19
-"""Number of links that are priced together in an all-to-all; the arrays need some tens of MB."""
+"""Number of links of all-to-alls that one numpy call prices, so that its arrays need some tens of MB."""
 LIBRARYS_SHARE = 2.0
 """Largest ratio of the bytes that NCCL's algorithms send to the bytes of a ring."""
 
 
 class _Kind(NamedTuple):
-    """Steps of one kind of collective, and the use of measurements of this kind."""
+    """Number of steps of one kind of collective, and the measurements that may correct its price."""
 
     rounds: int = 1
-    """Number of times that the members' parts travel around the group, or over every pair."""
+    """Number of times that each member's chunk travels around the group (ring) or to every other member
+    (all-to-all)."""
     is_ring: bool = True
     """True if members send around a ring, which uses the links of all members on a host at the same time."""
     stand_ins: tuple[Collective, ...] = ()
@@ -69,13 +70,14 @@ COLLECTIVES: dict[Collective, _Kind] = {
     "all_to_all": _Kind(is_ring=False),
     "send": _Kind(),
 }
-"""Every kind of collective. The direction of gloo's rings was measured on four hosts whose links carry 25 MB/s to the
-next host and 100 MB/s back. On these links an all-gather of 20 MB took 630 ms, and with 100 MB/s in both directions 170
-ms. A reduce-scatter took 340 ms on both. The direction of NCCL's rings has not been measured; the model assumes 1."""
+"""Number of steps and use of measurements for every kind of collective. The direction of gloo's rings was measured on
+four hosts whose links carry 25 MB/s to the next host and 100 MB/s back. An all-gather of 20 MB took 630 ms on these
+links, and 170 ms on links of 100 MB/s in both directions. A reduce-scatter of gloo took 340 ms on both sets of links.
+The direction of NCCL's rings has not been measured, and the model assumes that members send to the next rank."""
 
 
 def num_steps(kind: Collective, size: int) -> int:
-    """Return the number of chunks that each member of a group of `size` sends, one after the other."""
+    """Return the number of chunks that each member of a group of `size` members sends, one after the other."""
     if size < 2:
         return 0
     return 1 if kind == "send" else COLLECTIVES[kind].rounds * (size - 1)
@@ -87,7 +89,7 @@ def chunk_share(kind: Collective, size: int) -> float:
 
 
 def spread_over_hosts(host_GK: Ints) -> tuple[Ints, Ints]:
-    """Count the hosts of each group, and the members on its host with the fewest members; (1, 1) on a single host."""
+    """Count each group's hosts, and its members on the host with the fewest members; (1, 1) for a group on one host."""
     if (host_GK[:, 1:] < host_GK[:, :-1]).any():
         host_GK = np.sort(host_GK, axis=1)
     begins_GK = np.ones(host_GK.shape, dtype=bool)
@@ -106,15 +108,15 @@ def links_together(kind: Collective, fewest: Ints) -> Ints:
     """Return the number of links between two hosts that carry a group's traffic at the same time.
 
     Links are measured while all slots of two hosts send, so the rate of a link is one slot's share. A ring between
-    hosts uses the links of all members on a host, and the host with the fewest members limits the ring. The price is
-    too high if members of one host share one wire. In an all-to-all each member uses only its own link. `fewest` comes
-    from `spread_over_hosts`.
+    hosts uses the links of all members on a host, and the host with the fewest members limits the ring. The
+    collective's predicted time is too long if the members on one host share one network card. In an all-to-all each
+    member uses only its own link. `fewest` comes from `spread_over_hosts`.
     """
     return fewest if COLLECTIVES[kind].is_ring else np.ones_like(fewest)
 
 
 class LinkTable:
-    """All links in one array: H * H links between hosts, then D * D links for each different matrix within a host."""
+    """All links in one array: H * H links between hosts, then D * D links for each distinct matrix within hosts."""
 
     def __init__(self, cluster: Cluster) -> None:
         hosts, devices = len(cluster.hosts), cluster.devices_per_host
@@ -164,8 +166,9 @@ def best_links(matrices: Sequence[Links]) -> tuple[tuple[float, float], ...]:
 def spanning_tree(cost_HH: Floats) -> list[tuple[float, int, int]]:
     """Return (cost, host, host) of the links of a minimum spanning tree, cheapest first (Prim 1957).
 
-    If two hosts are not connected by the tree's links up to some cost, no other links up to this cost connect them. The
-    statement holds for every ring, because a pair of hosts counts with the cheaper direction of its two links.
+    If the tree's links up to some cost do not connect two hosts, no other links up to this cost connect the two hosts.
+    Each pair of hosts counts with the cheaper of its two directed links, so the tree's costs are lower bounds for any
+    ring.
     """
     cost: Floats = np.minimum(cost_HH, cost_HH.T)
     hosts = len(cost)
@@ -198,9 +201,9 @@ class Bottlenecks:
     def slowness_H(self, fewest: int) -> Floats:
         """Return, for each host, a lower bound of the slowest link's seconds per byte in any group that uses the host.
 
-        A group's ring enters and leaves each of its hosts, and all links of the ring are at most as slow as its slowest
-        link. So links that are no slower connect each host of the group to at least `fewest` hosts, the host itself
-        included. `fewest` is 2 or more.
+        The ring of a group enters and leaves each host of the group. So links that are not slower than the ring's
+        slowest link connect each host of the group to at least `fewest` hosts, the host itself included. `fewest` is at
+        least 2.
         """
         if fewest not in self._known:
             joined_H = np.zeros(len(self._leave_H))
@@ -227,7 +230,7 @@ class Scale(NamedTuple):
     bytes_factor: Floats
     """Factor on each link's time per byte, to be divided by a group's `links_together`."""
     least_bytes_factor: Floats
-    """`bytes_factor` divided by the most links that a group can use together: a lower bound for any group."""
+    """`bytes_factor` divided by the largest number of links that a group can use at the same time."""
     is_measured: bool
 
 
@@ -242,11 +245,11 @@ class _MeasuredGroup:
 
     @cached_property
     def _correction(self) -> tuple[float, float, float]:
-        """(latency factor, extra latency of a step, byte factor) with which the formula gives the measured time."""
+        """Correction (latency factor, extra latency of a step, byte factor) that gives the measured time."""
         kind, size, slots = self.measured.kind, self.size, np.array(self.slots)
         shifts = [_ring_shift(kind, self._device_kind)] if COLLECTIVES[kind].is_ring else range(1, size)
         used = np.concatenate([self._table.links(slots, np.roll(slots, -shift)) for shift in shifts])
-        # Slowest link that the measured group used.
+        # Latency and seconds per byte of the slowest link that the measured group used.
         link_s = float(self._table.latency_s_L[used].max(initial=0.0))
         per_byte_s = float(self._table.seconds_per_byte_L[used].max(initial=0.0))
         steps = num_steps(kind, size)
@@ -260,9 +263,9 @@ class _MeasuredGroup:
         latency_factor, extra_s, bytes_factor = self._correction
         more = _library_runs(kind, self._device_kind) / _library_runs(self.measured.kind, self._device_kind)
         if self._device_kind == "cpu":
-            # With gloo, the time that members wait for each other grows more slowly than the number of steps. An
-            # all-reduce took 10 ms on 4 slots of 2 hosts, and 7 ms on 2 slots. A reduce-scatter took 9 ms on 4 hosts,
-            # and 3 ms on 2 hosts.
+            # With gloo, the time in which members wait for each other grows more slowly than the number of steps. An
+            # all-reduce over gloo took 10 ms on 4 slots of 2 hosts, and 7 ms on 2 slots. A reduce-scatter over gloo
+            # took 9 ms on 4 hosts, and 3 ms on 2 hosts.
             longer = max(num_steps(kind, size), 1) / num_steps(self.measured.kind, self.size)
             extra_s *= math.sqrt(longer * more) / longer
         return latency_factor, extra_s, bytes_factor * more
@@ -277,7 +280,7 @@ def _library_runs(kind: Collective, device_kind: str) -> float:
 
 
 class Routes(NamedTuple):
-    """Links of rings or sends, looked up once and priced for any number of sizes."""
+    """Links of rings or sends, looked up once to price tensors of many sizes."""
 
     hosts_G: Ints
     """Number of hosts of each group; 0 if no measurement depends on this number."""
@@ -289,7 +292,7 @@ class Routes(NamedTuple):
 
 
 class GroupsOnHosts(NamedTuple):
-    """Known facts about the hosts of groups whose placement is not decided."""
+    """Limits on the hosts that groups may use if the ranks are not placed on slots yet."""
 
     size_T: Ints
     """Number of members of each group."""
@@ -300,14 +303,14 @@ class GroupsOnHosts(NamedTuple):
 
 
 class Fabric:
-    """Links of an allocation, corrected by the collectives measured on it."""
+    """Links of an allocation, with corrections from the collectives that were measured on this allocation."""
 
     def __init__(self, cluster: Cluster, collectives: Sequence[CollectiveTime] = ()) -> None:
         self.cluster = cluster
         self._table = LinkTable(cluster)
         self.host_S = self._table.host_S
         self.domain_slots = min(Domains.of(cluster).domain_devices)
-        """Number of slots of the smallest NVLink domain; a host without NVLink between hosts is a domain."""
+        """Number of slots of the smallest NVLink domain; without NVLink between hosts, each host is a domain."""
         self._best_across = best_links([cluster.between_hosts])
         self._best_within = best_links(cluster.within_host)
         for measured in collectives:
@@ -337,7 +340,7 @@ class Fabric:
         return self._bottlenecks.slowness_H(2)[self._slowest_first_H]
 
     def seconds(self, kind: Collective, slots: Sequence[int], size_bytes: float) -> float:
-        """Return the seconds of one group's collective; the ring runs in the order of `slots`."""
+        """Return the seconds of one group's collective, whose ring visits the members in the order of `slots`."""
         return float(self.seconds_G(kind, np.array([slots], dtype=np.int64), size_bytes)[0])
 
     def seconds_G(self, kind: Collective, slots_GK: Ints, size_bytes: float | Floats) -> Floats:
@@ -350,7 +353,8 @@ class Fabric:
         spread, step_s_G = self._spread(slots_GK), np.zeros(len(slots_GK))
         at_once = max(1, LINKS_AT_ONCE // max(slots_GK.size, 1))
         for first in range(1, size, at_once):
-            # Links from each member to its receivers, one shift along the ring after another.
+            # Links from each member to all its receivers: first to the next member, then to the member two places on,
+            # and so on.
             shifts = range(first, min(first + at_once, size))
             receiver_GL = np.concatenate([np.roll(slots_GK, -shift, axis=1) for shift in shifts], axis=1)
             routes = self._routes(spread, np.tile(slots_GK, (1, len(shifts))), receiver_GL)
@@ -365,8 +369,8 @@ class Fabric:
     def routes(self, kind: Collective, slots_GK: Ints) -> Routes:
         """Look up the links of rings or, for kind `send`, of sends from the first to the second slot of each pair.
 
-        Rings over the same slots have the same routes if `ring_shift` is the same. An all-to-all has too many links to
-        look up at once, so `seconds_G` prices an all-to-all in pieces.
+        Two rings over the same slots have equal routes if their `ring_shift` is equal. An all-to-all uses too many
+        links for one array, so `seconds_G` prices an all-to-all in pieces.
         """
         if kind == "send":
             return self._routes(self._unknown_spread(slots_GK), slots_GK[:, :1], slots_GK[:, 1:2])
@@ -393,7 +397,7 @@ class Fabric:
         return np.zeros(len(slots_GK), dtype=np.int64), np.ones(len(slots_GK), dtype=np.int64)
 
     def _step_s_G(self, kind: Collective, size: int, routes: Routes, size_bytes: float | Floats) -> Floats:
-        """Return the seconds of the slowest link of one step."""
+        """Return the seconds of a chunk on the slowest link that the groups use in one step of a collective."""
         scale = self.scale(kind, size)
         latency_s, per_byte_s = routes.latency_s_GL, routes.seconds_per_byte_GL
         if scale.is_measured:
@@ -445,9 +449,9 @@ class Fabric:
     def _bound_lines_of(
         self, kind: Collective, size: int, fewest: int = 1, among: int | None = None
     ) -> list[tuple[float, float]]:
-        """Return (fixed seconds, seconds per byte) of straight lines; their minimum at a size is the bound of the time.
+        """Return (fixed seconds, seconds per byte) of lines whose minimum at any size bounds a collective's time.
 
-        Without `among` the lines assume that all links of the group are the best link of the allocation.
+        If `among` is not given, the lines assume that all links of the group are as fast as the allocation's best link.
         """
         key = kind, size, fewest, among
         return self._bound_lines.get(key, lambda: self._new_bound_lines(*key) if size > 1 else [(0.0, 0.0)])
@@ -462,7 +466,7 @@ class Fabric:
         if among is None or fewest < 2:
             ways = [(slice(fewest, 2), self._best_within), (across, self._best_across)]
         else:
-            # The group may use the fastest host of the `among` slowest hosts.
+            # In the best case, the group uses only the fastest of the `among` slowest hosts.
             slowest = float(self._bottlenecks.slowness_H(fewest)[self._slowest_first_H[:among]].min())
             ways = [(across, tuple((latency_s, max(byte_s, slowest)) for latency_s, byte_s in self._best_across))]
         pieces = []
@@ -472,8 +476,8 @@ class Fabric:
                 per_byte_s = byte_s * scale.least_bytes_factor[counts] * chunk_share(kind, size)
                 pieces.append(np.stack([fixed_s, per_byte_s]))
         lines_2L = steps * np.unique(np.concatenate(pieces, axis=1), axis=1)
-        # With lines sorted by fixed seconds, a line is needed if its seconds per byte are lower than in all lines
-        # before it.
+        # The lines are sorted by fixed seconds. Keep a line only if its seconds per byte are below those of all earlier
+        # lines.
         cheaper_L = np.append(True, lines_2L[1, 1:] < np.minimum.accumulate(lines_2L[1])[:-1])
         return [(fixed_s, byte_s) for fixed_s, byte_s in lines_2L[:, cheaper_L].T.tolist()]
 
@@ -482,12 +486,12 @@ class Fabric:
         return self._scales.get((kind, size), lambda: self._new_scale(kind, size))
 
     def _new_scale(self, kind: Collective, size: int) -> Scale:
-        """Return the correction; if no group across hosts was measured, the factor on bytes across hosts is limited.
+        """Return the correction of a group, whose byte factor is limited if no group across hosts was measured.
 
-        The limit is the factor that the library's algorithm explains: 2 for gloo's reduce-scatter, which is an
-        all-reduce, 1 for gloo's other rings, and LIBRARYS_SHARE for NCCL, whose algorithm is not known. A larger factor
-        comes from processes that share a host's cores, and says nothing about links between hosts. Without the limit, a
-        step of 8 CPU ranks on slow links was predicted to take 22 s, but it took 2.9 s.
+        The limit of the byte factor is 2 for gloo's reduce-scatter (an all-reduce), 1 for gloo's other rings, and
+        LIBRARYS_SHARE for NCCL. A byte factor above this limit comes from processes that share the cores of a host, so
+        it does not apply to links between hosts. Without a limit of the byte factor, the predicted step of 8 CPU ranks
+        on slow links was 22 s, but the measured step was 2.9 s.
         """
         num_hosts, device_kind = len(self.cluster.hosts), self.cluster.device_kind
         rows = np.tile([1.0, 0.0, 1.0], (num_hosts + 1, 1))
@@ -504,14 +508,15 @@ class Fabric:
                     most = LIBRARYS_SHARE if device_kind == "cuda" else _library_runs(kind, device_kind)
                     rows[counts, 2] = np.minimum(rows[counts, 2], most)
         hosts = np.arange(num_hosts + 1)
-        # A group uses the most links together if all its hosts have equally many members.
+        # A group uses the largest number of links at the same time if all its hosts have the same number of its
+        # members.
         fewest = np.where(hosts > 1, np.maximum(size // np.maximum(hosts, 1), 1), 1)
         together = links_together(kind, fewest) if candidates else 1
         return Scale(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 2] / together, is_measured=bool(candidates))
 
 
 def _nearest(candidates: Sequence[_MeasuredGroup], size: int, *, across: bool) -> list[_MeasuredGroup]:
-    """Return the measured groups of the nearest size, among those that cross hosts if `across`, if there are any.
+    """Return the measured groups of the nearest size; if `across`, prefer groups on several hosts.
 
     Sorting by slots makes the result independent of the order of the measurements.
     """

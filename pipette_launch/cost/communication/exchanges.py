@@ -42,9 +42,9 @@ def exchanges(job: Job, layout: Layout, hiding: Hiding, domain: int = 1) -> tupl
 def exchanges_of(job: Job, layout: Layout, counts: LayerCounts, domain: int = 1) -> tuple[Exchange, ...]:
     """Return the collectives of stages that `counts` describes; the number of collectives is linear in `counts`.
 
-    A depth of multi-token prediction has layers and a lookup on the depths' own stage, and a head on the last stage.
-    `domain` is the number of slots that the fastest links join. `flex` dispatchers send fewer copies of a token out of
-    a domain.
+    The layers and the embedding lookup of each multi-token prediction depth are on one stage, its head on the last.
+    `domain` is the number of slots in one NVLink domain. `flex` dispatchers send fewer copies of a token to other
+    NVLink domains.
     """
     found = [*depth_exchanges(job, layout, job.model.mtp_num_layers * counts.prediction_S)]
     counts = counts.with_depths(job, layout)
@@ -65,11 +65,11 @@ class LayerCounts:
     embedding_S: Ints
     head_S: Ints
     prediction_S: Ints
-    """1 on the stage that has, or would have, the depths of multi-token prediction."""
+    """1 on the stage that the layout chooses for the depths of multi-token prediction (`mtp_chunk`), else 0."""
 
     @classmethod
     def of(cls, job: Job, layout: Layout) -> LayerCounts:
-        """Count the layers and other parts of every chunk of a layout, in model order."""
+        """Count the layers, embeddings, heads and prediction depths of every chunk of a layout, in model order."""
         chunks, possible = parameters.chunk_kinds(job.model, layout), job.model.possible_kinds
         stage_S = np.arange(len(chunks))
         return cls(
@@ -82,7 +82,7 @@ class LayerCounts:
 
     @classmethod
     def one_of_each(cls, model: ModelSpec) -> LayerCounts:
-        """Return one stage for each part: layers of each kind without and with recompute, embedding, head, depths."""
+        """Return counts of stages with one part each: a layer with or without recompute, embedding, head, or depths."""
         kinds = model.possible_kinds
         stages = np.eye(2 * len(kinds) + 3, dtype=np.int64)
         return cls(
@@ -94,7 +94,10 @@ class LayerCounts:
         )
 
     def with_depths(self, job: Job, layout: Layout) -> LayerCounts:
-        """Add the depths of multi-token prediction; recompute method `block` does not run layers of depths again."""
+        """Add the layers, lookups and heads of multi-token prediction depths.
+
+        Recompute method `block` never runs the layers of these depths again.
+        """
         depth, depths_S = Counter(job.model.prediction_kinds), job.model.mtp_num_layers * self.prediction_S
         again_S = depths_S * (layout.recompute.granularity == "full" and layout.recompute.method == "uniform")
         return replace(
@@ -106,7 +109,7 @@ class LayerCounts:
         )
 
     def blocks(self, model: ModelSpec, layout: Layout) -> Iterator[tuple[Block, Ints, Ints]]:
-        """Yield each class of blocks with its blocks on each stage, and with those that the backward runs again."""
+        """Yield each class of blocks with its count on each stage, and the count that the backward runs again."""
         for kind_of_block in BLOCKS:
             once_S, again_S = (
                 sum((KINDS[kind].count(kind_of_block) * count_S for kind, count_S in layers.items()), 0 * self.head_S)
@@ -120,13 +123,14 @@ class LayerCounts:
 def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[Exchange]:
     """Yield one all-reduce in each pass of each block that tp cuts (Shoeybi et al. 2019, section 3).
 
-    tp cuts the blocks attention, Mamba and MLP. With sequence parallelism the all-reduce is an all-gather and a
-    reduce-scatter (Korthikanti et al. 2022, section 4.2.2). The backward gathers the input of each column-parallel
-    matrix again for the weight gradient (layers.py). The computation of the input gradient hides the second gather. The
-    computation of the weight gradient hides the reduction of input gradients, unless
-    `--no-async-tensor-model-parallel-allreduce` forbids the overlap (until v16, and without sequence parallelism). With
-    `--tp-comm-overlap`, the products of layers hide all chunks of an exchange but one. The column-parallel matrices of
-    latent attention read narrower inputs. `tests/patches/test_exchanges.py` compares counts and bytes with Megatron's.
+    Tensor parallelism (tp) cuts attention, Mamba and MLP blocks. With sequence parallelism the all-reduce is an
+    all-gather and a reduce-scatter (Korthikanti et al. 2022, section 4.2.2). With sequence parallelism, the backward
+    gathers the input of each column-parallel matrix again for the weight gradient (layers.py). The computation of the
+    input gradient hides this second gather. The computation of the weight gradient hides the reduction of input
+    gradients, unless `--no-async-tensor-model-parallel-allreduce` forbids the overlap (until v16, and without sequence
+    parallelism). With `--tp-comm-overlap`, the products of layers hide all chunks of an exchange but one. The
+    column-parallel matrices of multi-latent attention read inputs that are narrower than the hidden size.
+    `tests/patches/test_exchanges.py` compares counts and bytes with Megatron's.
     """
     if layout.tp == 1:
         return
@@ -137,7 +141,7 @@ def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[
     column_S, column_again_S = columns[hidden]
     behind: Behind | None
     if layout.sequence_parallel:
-        # The sum with learned positions needs all tokens, so each rank cuts out its own tokens afterwards.
+        # Learned positions are added to the embeddings of all tokens, so each rank cuts out its own tokens afterwards.
         scatters = job.model.position_embedding_type != "learned_absolute"
         yield Exchange.of("reduce_scatter" if scatters else "all_reduce", "tp", size, embedding_S, none_S)
     if layout.sequence_parallel and options.tp_comm_overlap:
@@ -169,7 +173,7 @@ def _cut_by_tp(
 ) -> tuple[Ints, Ints, dict[int, tuple[Ints, Ints]]]:
     """Count the blocks that tp cuts on each stage, and their column-parallel matrices by the width of the input.
 
-    Each count is a pair: in the forward, and again in the backward.
+    Each count is a pair: the count in the forward, and the count that recompute adds in the backward.
     """
     none_S = 0 * counts.head_S
     once_S, again_S, columns = none_S, none_S, {model.hidden_size: (none_S, none_S)}
@@ -185,11 +189,11 @@ def _cut_by_tp(
 def shard_exchanges(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[Exchange]:
     """Yield the collectives of FSDP in a micro-batch: each layer gathers its weights and reduce-scatters its gradients.
 
-    The compute of the neighbouring layers hides a layer's gather and a layer's reduction. Gathers and reductions use
-    one communicator, so they share the time of a layer's backward in proportion to their bytes. Nothing hides the first
+    The compute of the neighbouring layers hides the gather and the reduction of a layer. Gathers and reductions use one
+    communicator, so they share the time of a layer's backward in proportion to their bytes. Nothing hides the first
     layer's gather, because only the embedding computes before it. Nothing hides the reductions of the first layer and
     of the embedding, because every micro-batch waits for their end (FSDP megatron_fsdp.py:755-791,
-    param_and_grad_buffer.py:3018). `counts` includes the depths of multi-token prediction.
+    param_and_grad_buffer.py:3018). `counts` includes the layers and heads of multi-token prediction depths.
     """
     sharding = parameters.sharding_of(job)
     if sharding is None or not sharding.gradients:
@@ -252,15 +256,16 @@ class StepTraffic:
     gradient_bytes: tuple[tuple[int, int], ...]
     """Bytes of gradients of each stage: (dense, expert)."""
     parameter_bytes: tuple[tuple[int, int], ...]
-    """Bytes of parameters that the distributed optimizer gathers on each stage: (dense, expert); zeros without it."""
+    """Bytes of parameters that the distributed optimizer gathers on each stage: (dense, expert); 0 without this
+    optimizer."""
     num_buckets: tuple[int, ...]
     """Number of buckets of each stage's gradients; each bucket is reduced separately."""
     resident_parameters: tuple[int, ...]
-    """Number of parameters that the optimizer steps on each pipeline rank."""
+    """Number of parameters that the optimizer of each pipeline rank updates."""
     held_gradients: tuple[int, ...]
-    """Number of gradients that each pipeline rank keeps from micro-batch to micro-batch."""
+    """Number of gradient elements that each pipeline rank accumulates over the micro-batches of a step."""
     embedding_bytes: int
-    """Bytes of the word embedding's gradient, summed over first and last pipeline rank; 0 if only one rank has the
+    """Bytes of the word embedding's gradient that first and last pipeline rank add up; 0 if one rank has the
     embedding."""
 
 
@@ -268,8 +273,8 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
     """Count each stage's reduced gradients and gathered parameters, without FSDP's collectives inside passes.
 
     If Megatron-FSDP keeps n copies of its shards, an all-reduce over the copies moves 2 (n - 1) / n of a shard once a
-    step. The prediction prices this all-reduce like an all-reduce over all replicas. Parameters outside the layers are
-    gathered once a step.
+    step. The prediction takes the time of an all-reduce over all replicas instead. FSDP gathers parameters outside the
+    layers once a step if they stay gathered from pass to pass.
     """
     sharding, copies = parameters.sharding_of(job), parameters.shard_copies(job)
     gradient, chunks = parameters.gradient_bytes_per_parameter(job), parameters.chunk_parameters(job.model, layout)
@@ -286,7 +291,8 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
     gathered = job.model.dtype_bytes if layout.use_distributed_optimizer else 0
     has_expert_groups = job.model.num_experts and (layout.ep > 1 or layout.etp != layout.tp)
     if has_expert_groups and sharding is None and not layout.overlap_param_gather:
-        # One optimizer steps the experts and another steps the rest, and each gathers the parameters of both.
+        # One optimizer updates expert parameters, a second optimizer updates dense parameters, and each optimizer
+        # gathers all parameters.
         gathered *= 2
     dense_R, expert_R = (
         [sum(each[rank :: layout.pp]) for rank in range(layout.pp)] for each in zip(*sizes, strict=True)
@@ -308,10 +314,11 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
 
 
 def num_buckets(num_parameters: Ints | int, replicas: Ints | int) -> Ints:
-    """Return the number of buckets of overlapped gradients: a bucket has 40 million parameters, or 1 million a replica.
+    """Return the number of gradient buckets that are reduced during the backward.
 
-    Megatron takes the larger of the two sizes (distributed_data_parallel.py). `replicas` is dp * cp. Arguments are
-    numbers or arrays.
+    A bucket has 40 million parameters, or 1 million parameters for each replica. Megatron takes the larger of these
+    two bucket sizes (distributed_data_parallel.py). `replicas` is the product dp * cp.
+    Both arguments are numbers or arrays.
     """
     return np.asarray(-(-num_parameters // np.maximum(40_000_000, 1_000_000 * replicas)))
 
@@ -319,11 +326,11 @@ def num_buckets(num_parameters: Ints | int, replicas: Ints | int) -> Ints:
 def meets_receivers(job: Job, vpp: int, device_kind: str) -> bool:
     """Return True if a message between stages starts only when its receiver ends a pass and requests the message.
 
-    Without `overlap_p2p_comm` Megatron requests a message just before the pass that needs the message. The option is
-    the default with virtual stages, and has no effect without virtual stages (arguments.py, validate_args). gloo sends
-    nothing before the receiver's request: between 4 hosts, a late request still took the full 13 ms of an activation.
-    NCCL has not been measured. Published step times fit better, by 0.1 to 0.7 percentage points, if NCCL's messages
-    travel before the request.
+    Without `overlap_p2p_comm` Megatron requests a message just before the pass that needs the message. Megatron sets
+    `overlap_p2p_comm` by default with virtual stages, and ignores it without virtual stages (arguments.py,
+    validate_args). Before the receiver's request gloo sends nothing: between 4 hosts, an activation took its full 13 ms
+    even after a late request. Messages over NCCL have not been measured. The prediction lets NCCL send before the
+    request, which lowers its error on published step times by 0.1 to 0.7 percentage points.
     """
     return device_kind == "cpu" and (vpp == 1 or not performance_options(job).overlap_p2p_comm)
 
@@ -331,9 +338,9 @@ def meets_receivers(job: Job, vpp: int, device_kind: str) -> bool:
 def blocks_at_ends(job: Job, vpp: int, device_kind: str) -> bool:
     """Return True if ranks with virtual stages wait for the messages of warm-up and cool-down before their next pass.
 
-    Megatron overlaps the messages of warm-up and cool-down only with `overlap_p2p_comm_warmup_flush`. The step of 4 CPU
-    hosts was 8 % longer with groups of 4 micro-batches, whose warm-up and cool-down are longer, than with groups of 2.
-    Without the wait the prediction is a step 1 % shorter. NCCL has not been measured.
+    Megatron overlaps the messages of warm-up and cool-down only with `overlap_p2p_comm_warmup_flush`. On 4 CPU hosts, a
+    step with micro-batch groups of 4, whose warm-up and cool-down are longer, took 8 % longer than with groups of 2. A
+    prediction without the wait says instead that the step with groups of 4 is 1 % shorter. NCCL has not been measured.
     """
     options = performance_options(job)
     return device_kind == "cpu" and vpp > 1 and options.overlap_p2p_comm and not options.overlap_p2p_comm_warmup_flush
@@ -348,11 +355,10 @@ def aligns_gathers(job: Job, vpp: int) -> bool:
 
 
 def loss_report_bytes(device_kind: str) -> int:
-    """Return the bytes of the loss that the last stage's replicas all-reduce once a step: its sum and its token count.
+    """Return the bytes of the loss sum and its token count, which the last stage's replicas all-reduce once a step.
 
-    Over gloo all replicas wait for this all-reduce: 5 to 7 ms of a step of 57 ms with four ranks on two cores. Over
-    NCCL the all-reduce takes some tens of microseconds, for which the formula for rings predicts too much, so 0 bytes
-    are counted.
+    Over gloo all replicas wait for this all-reduce, for 5 to 7 ms of a 57 ms step of four ranks on two cores. Over NCCL
+    the all-reduce of the loss takes only some tens of microseconds, so the result is 0 bytes.
     """
     return 2 * FP32_BYTES if device_kind == "cpu" else 0
 
@@ -364,15 +370,15 @@ class CollectiveDimension(NamedTuple):
     kinds: tuple[CollectiveKind, ...]
     ranks_GK: NDArray[np.int64]
     most_bytes: int
-    """Largest full tensor on one rank."""
+    """Bytes of the largest full tensor that these collectives move on one rank."""
     parts: tuple[str, ...]
     """Parts of a step that contain these collectives (`StepTime.breakdown_s`)."""
 
 
 def collective_dimensions(job: Job, layout: Layout) -> Iterator[CollectiveDimension]:
-    """Yield parallel dimensions of at least 2 ranks.
+    """Yield the collectives of each parallel dimension that has at least 2 ranks.
 
-    Dimensions used once a step come first, because they have the largest tensors, which compute hides least.
+    Dimensions whose collectives run once a step come first, because compute hides the least of these large tensors.
     """
     groups = Groups.of(layout, instances=parameters.shard_copies(job))
     reduced: tuple[CollectiveKind, ...] = ("all_reduce",)

@@ -34,7 +34,7 @@ class Groups:
     expert_dp: Ranks
     """Data-parallel groups of experts; rows ordered by (pp, ep, etp)."""
     shard: Ranks
-    """Parts of `dp_cp` that share one copy of FSDP's shards."""
+    """Subgroups of the `dp_cp` groups; the ranks of a subgroup share one copy of FSDP's shards."""
     expert_shard: Ranks
     embedding: Ranks
     """Pairs of first and last pipeline rank with equal (dp, cp, tp)."""
@@ -60,7 +60,8 @@ class Groups:
             ep_etp=expert.reshape(-1, layout.ep * layout.etp),
             dp_cp=dp_cp,
             expert_dp=expert_dp_rows,
-            # Consecutive members hold one copy of the shards (parallel_state.py, intra_partial_data_parallel_group).
+            # Consecutive members of a data-parallel group share one copy of FSDP's shards (parallel_state.py,
+            # intra_partial_data_parallel_group).
             shard=dp_cp.reshape(-1, sizes["shard"]),
             expert_shard=expert_dp_rows.reshape(-1, sizes["expert_shard"]),
             embedding=np.stack([grid[0], grid[-1]], axis=-1).reshape(-1, 2),
@@ -70,7 +71,8 @@ class Groups:
     def met_PDL(self, groups_GK: Ranks) -> NDArray[np.int64]:
         """Return, for each pipeline rank of each replica, the rows of `groups_GK` that contain its ranks.
 
-        A group that contains all ranks along the tensor axis, or along the context axis, is listed once.
+        If every group contains all ranks along the tensor axis or the context axis, each group is listed once for these
+        ranks.
         """
         group_W = np.empty(self.grid_PDCT.size, dtype=np.int64)
         group_W[groups_GK] = np.arange(len(groups_GK))[:, None]
@@ -83,7 +85,7 @@ class Groups:
 
 
 def group_sizes(layout: Layout, *, instances: int = 1) -> dict[str, int]:
-    """Return the members of each group by its name in `Groups`; `instances` = number of copies of FSDP's shards."""
+    """Return the size of each kind of group, by its name in `Groups`; `instances` = copies of FSDP's shards."""
     replicas, expert_replicas = layout.dp * layout.cp, expert_dp(layout)
     return {
         "tp": layout.tp,
@@ -105,7 +107,7 @@ def rank_grid(layout: Layout) -> Ranks:
 
 
 def _grid(layout: Layout, replicas: int, outer: int, inner: int) -> Ranks:
-    """Return the RANK of each (pp, replica, outer, inner): outer and inner are cp and tp, or for experts ep and etp."""
+    """Return the RANK of each (pp, replica, outer, inner). Outer and inner are cp and tp, or ep and etp for experts."""
     ranks = np.arange(layout.world_size, dtype=np.int64)
     if layout.use_tp_pp_dp_mapping:
         return np.asarray(ranks.reshape(replicas, layout.pp, outer, inner).transpose(1, 0, 2, 3).copy())

@@ -1,1 +1,1 @@
-"""Seconds that a stage computes, from measured layers or from the model of a device."""
+"""Seconds of a stage's compute, from measured layers or from the model of a device."""

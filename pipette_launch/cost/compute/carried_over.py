@@ -1,7 +1,7 @@
 """Compute times for shapes (tp, cp, micro-batch size) and flags that the warm-up did not time.
 
-A measured time is multiplied by the ratio of two times of the device model (`device_model`), for two shapes or for two
-sets of flags. Other times come from an earlier warm-up of the same machines and model.
+The device model (`device_model`) predicts times for two shapes or two sets of flags, and their ratio multiplies the
+measured time. Times of unmeasured cases may also come from an earlier warm-up of the same machines and model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, 
 from pipette_launch.megatron.performance import performance_options
 
 CHANGED = 0.25
-"""Largest relative change of speed since an earlier warm-up with which the earlier times are still used."""
+"""Times of an earlier warm-up are used only if the machines' speed changed since then by at most this relative
+amount."""
 _LOCAL = Link(latency_s=1e-6, bytes_per_s=1e10)
 GENERIC = DeviceSpec(
     name="any",
@@ -36,11 +37,11 @@ GENERIC = DeviceSpec(
     efficiency=Efficiency(matmul_share=0.8, half_size=16, attention_share=0.5, memory_share=0.8, launch_s=1e-5),
     source="A core of 50 GFLOP/s and 10 GB/s, of which only ratios are used.",
 )
-"""Stands for a device whose figures are unknown; only ratios of its times are used."""
+"""Device model for a device whose figures are unknown. Only ratios of the times that it predicts are used."""
 
 
 def spec_of(device: Device) -> DeviceSpec:
-    """Return the known device with the driver's name, else the same chip with the nearest memory size, else GENERIC."""
+    """Return the known device with the driver's name, else the same chip with other memory, else GENERIC."""
     known = device_of_driver(device.name)
     if known is not None:
         return known
@@ -49,13 +50,13 @@ def spec_of(device: Device) -> DeviceSpec:
 
 
 def layout_of(job: Job, case: ComputeCase) -> Layout:
-    """Return a layout with a case's tp, cp and micro-batch size, and with ep of the user's own layout."""
+    """Return a layout with the tp, cp and micro-batch size of a compute case, and with ep of the user's own layout."""
     own = Layout(dp=job.own.ep, ep=job.own.ep)
     return replace(own, tp=case.tp, cp=case.cp, micro_batch_size=case.micro_batch_size, sequence_parallel=case.tp > 1)
 
 
 def as_timed(job: Job, measurements: Measurements) -> Job:
-    """Return the job with the flags of the timed layers: no CUDA graphs, no windows, 16 bits but for `timed_flags`."""
+    """Return the job without attention windows, and with `timed_flags` in place of its FP8, FP4 and graph flags."""
     kept = tuple(flag for flag in job.performance_flags if not flag.startswith(MODELLED)) + measurements.timed_flags
     return replace(job, performance_flags=kept, model=replace(job.model, attention_windows=()))
 
@@ -63,14 +64,14 @@ def as_timed(job: Job, measurements: Measurements) -> Job:
 def with_extrapolated_times(job: Job, measurements: Measurements) -> Measurements:
     """Add times of the cases that the warm-up did not reach, marked as modelled.
 
-    An added time is the nearest measured case's time, multiplied by the ratio of the device model's times for the two
-    shapes. Without a measured layer nothing is added. A case that may run out of memory, like a similar case that was
-    refused, gets no time.
+    An added time is the time of the nearest measured case, multiplied by the ratio of the device model's times for the
+    two shapes. If no layer was measured, no time is added. A case gets no time if it may run out of memory, like a
+    similar case that the warm-up refused.
     """
     known = _middle_times(measurements)
     ran = {time.case.cp for time in measurements.compute}
     refused = [(one.cp, one.tp, one.micro_batch_size) for one in measurements.refused]
-    # A case may run out of memory if a refused case of equal cp needs at most as much memory, or if no case of its cp
+    # A case may run out of memory if a refused case of equal cp needs the same memory or less, or if no case of its cp
     # ran.
     missing = [
         case
@@ -98,13 +99,13 @@ def with_extrapolated_times(job: Job, measurements: Measurements) -> Measurement
 
 
 def _doublings(case: ComputeCase, other: ComputeCase) -> float:
-    """Return the number of doublings of tokens and of tp between two cases; a doubling of tp counts as 2."""
+    """Return the distance between two cases: doublings of tokens, plus twice the doublings of tp."""
     tokens = case.micro_batch_size * other.cp / (case.cp * other.micro_batch_size)
     return 2 * abs(math.log2(case.tp / other.tp)) + abs(math.log2(tokens))
 
 
 def _middle_times(measurements: Measurements) -> dict[ComputeCase, dict[str, ComputeTime]]:
-    """Return each case's measured times by part, on the slot of median speed; cases without a layer are left out."""
+    """Return each case's times by part of the model, on the slot of median speed; leave out cases without layers."""
     times: dict[ComputeCase, dict[str, list[ComputeTime]]] = {}
     speed = measurements.cluster.slot_speed
     for time in measurements.compute:
@@ -123,7 +124,7 @@ def _modelled(job: Job, spec: DeviceSpec, layouts: Sequence[Layout]) -> dict[tup
 
 
 def times_ratio(time: ComputeTime, there: ComputeTime, here: ComputeTime) -> ComputeTime:
-    """Return `time` with each pass multiplied by the pass's seconds in `there`, divided by its seconds in `here`."""
+    """Return `time` with each pass multiplied by the ratio of its seconds in `there` to its seconds in `here`."""
 
     def scaled(samples: Samples, name: str) -> Samples:
         before_s, after_s = getattr(here, name).median_s, getattr(there, name).median_s
@@ -193,8 +194,8 @@ def _layers_s(times: Sequence[ComputeTime]) -> dict[ComputeCase, float]:
 def with_cached_times(measurements: Measurements, earlier: Measurements | None) -> Measurements:
     """Add the earlier warm-up's times of unmeasured cases, marked as cached and scaled to today's speed.
 
-    The scale is the median ratio of today's to earlier times of layers, over cases that both warm-ups measured. Without
-    such a case, or if the ratio differs from 1 by more than CHANGED, no time is added.
+    The scale is the median ratio of today's to earlier times of layers, over cases that both warm-ups measured. No time
+    is added if no case was measured by both warm-ups, or if the ratio differs from 1 by more than CHANGED.
     """
     if earlier is None or not measurements.model_digest or earlier.model_digest != measurements.model_digest:
         return measurements

@@ -1,4 +1,4 @@
-"""A model of known device types, and the measurements that it predicts instead of a warm-up.
+"""Model of known device types, which predicts the measurements that a warm-up would make.
 
 seconds of a pass = max(host, device), with
     host   = kernels * launch_s
@@ -8,9 +8,9 @@ seconds of a pass = max(host, device), with
 
 Peak and share depend on the number format of a product. With FP8 or FP4, Transformer Engine's linears inside
 transformer layers run in FP8 or FP4. A linear casts its input once in the forward and its output's gradient once in the
-backward. Each cast makes a copy by rows and a copy by columns. All other work stays in 16 bits: attention's products,
-embedding, output layer, router, norms, activations, dispatch, and the reduction of gradients (megatron-core,
-fp8_utils.py).
+backward. Each cast to FP8 or FP4 makes a copy by rows and a copy by columns. All other work stays in 16 bits:
+attention's products, embedding, output layer, router, norms, activations, dispatch, and the reduction of gradients
+(megatron-core, fp8_utils.py).
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from pipette_launch.text import rate_text
 
 CAST_BYTES = {"delayed": 4.0, "tensorwise": 6.0, "blockwise": 4.1, "mxfp8": 4.1, "fp4": 5.1, "custom": 4.1}
 """Bytes read and written to cast one 16-bit element, by recipe (TransformerEngine v2.18, pytorch/csrc/quantizer.cpp):
-one read and two narrow copies with their scales. A scale that belongs to the whole tensor and is not delayed needs a
-second read, which finds the largest value. A cast inside a norm's own kernel counts like any cast, although the cast
+one read and two narrow copies with their scales. If one scale belongs to the whole tensor and is not delayed, a second
+read finds the tensor's largest value. A cast to FP8 or FP4 inside a norm's own kernel counts like any cast, although it
 needs no extra read."""
 _ONE_COPY_BYTES = 1.0
-"""Bytes an element that recipes with one scale a tensor save on Blackwell, because forward and backward read one narrow
-copy."""
+"""Bytes saved for each cast element on Blackwell by recipes with one scale per tensor, because forward and backward
+read the same narrow copy."""
 _ONE_SCALE = ("delayed", "tensorwise")
 _BLACKWELL = 10
 _GRADIENT_PASSES = 4
-"""Number of times that a step reads or writes each byte of the gradient buffers, which every rank holds whole. The
-bytes are cleared (megatron-core, DistributedDataParallel.zero_grad_buffer), read for NaN, read and written by the
-division by the replicas (ParamAndGradBuffer, start_grad_sync; one replica needs no division)."""
+"""Number of times that a step reads or writes each byte of the gradient buffers, which every rank holds whole. Each
+step clears the gradient buffers (megatron-core, DistributedDataParallel.zero_grad_buffer), reads them to find NaN, and
+divides them by the number of replicas (ParamAndGradBuffer, start_grad_sync; not with one replica)."""
 _COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all")
 
 
 class Precision(NamedTuple):
-    """The formats in which a job computes."""
+    """Number formats in which a job computes."""
 
     dtype: str
     """Format of all work that does not run in `narrow`."""
@@ -71,7 +71,7 @@ class Precision(NamedTuple):
 
     @classmethod
     def of(cls, job: Job, device: DeviceSpec) -> Precision:
-        """Read the formats from the job's flags."""
+        """Read the number formats from the job's flags."""
         model, options = job.model, performance_options(job)
         if model.transformer_impl != "transformer_engine" or not (options.fp8 or options.fp4):
             return cls(model.params_dtype)
@@ -112,7 +112,7 @@ def device_s(device: DeviceSpec, precision: Precision, load: Load) -> float:
 
 
 def matmul_efficiency(device: DeviceSpec, dtype: str, product: Product) -> float:
-    """Return the share of the peak FLOP/s that a product reaches, at most the device's share for the format."""
+    """Return the share of the peak FLOP/s that a matrix product reaches in a number format."""
     efficiency = device.efficiency
     ends = 1 / product.m + 1 / product.n + 1 / product.k
     return efficiency.share_of(dtype) / (1 + efficiency.half_size * ends)
@@ -132,12 +132,12 @@ def optimizer_s_per_parameter(device: DeviceSpec, job: Job) -> float:
 
 
 def gradient_s_per_byte(device: DeviceSpec) -> float:
-    """Return the seconds for clearing, checking and scaling each byte of gradients once a step."""
+    """Return the seconds for each byte of gradients, which a step clears, checks and scales once."""
     return _GRADIENT_PASSES * _moved_byte_s(device)
 
 
 def case_of(layout: Layout) -> ComputeCase:
-    """Return the compute case of a layout: its tp, cp and micro-batch size."""
+    """Return the compute case of a layout, which is its tp, cp and micro-batch size."""
     return ComputeCase(tp=layout.tp, cp=layout.cp, micro_batch_size=layout.micro_batch_size)
 
 
@@ -152,8 +152,8 @@ def imagined(
 ) -> Measurements:
     """Return the measurements that a warm-up would make on equal hosts of one device type.
 
-    The result covers the shapes of computation and the group sizes of the layouts. FactError is raised if a number is
-    not positive, if there is no layout, if the device has no peak for the model's type, or if the fabric has another
+    The measurements cover the compute cases and the group sizes of the given layouts. FactError is raised if a number
+    is not positive, if there is no layout, if the device has no peak for the model's type, or if the fabric has another
     number of hosts.
     """
     chosen = tuple(layouts)
@@ -188,7 +188,7 @@ def modelled_compute(job: Job, device: DeviceSpec, layouts: Iterable[Layout]) ->
     """
     kinds = frozenset((*job.model.layer_kinds, *job.model.prediction_kinds))
     backwards = list(layouts)[::-1]
-    # If several layouts have one key, the first layout counts.
+    # The reversed order lets the first layout of each compute case win.
     first = {case_of(layout): layout for layout in backwards}
     shares = {(case_of(layout), layout.ep, layout.etp): layout for layout in backwards}
     found = [time for case in sorted(first) for time in _compute_times(job, device, first[case], kinds)]
@@ -277,7 +277,7 @@ def imagined_cluster(
 def _compute_times(
     job: Job, device: DeviceSpec, layout: Layout, kinds: frozenset[LayerKind], *, only_experts: bool = False
 ) -> Iterator[ComputeTime]:
-    """Yield modelled times of layers of these kinds and of other parts; with `only_experts` of parts with experts."""
+    """Yield modelled times of these kinds of layers and of other parts; `only_experts` keeps parts with experts."""
     case, precision = case_of(layout), Precision.of(job, device)
     parts: dict[Part, PassLoads] = {kind: kind_loads(job, layout, kind) for kind in sorted(kinds)}
     prediction = job.model.prediction_kinds
@@ -289,8 +289,8 @@ def _compute_times(
         parts["head"] = head_loads(job, layout)
         parts["core_attention"] = Attention(job.model, layout).core_loads()
     for name, loads in parts.items():
-        # Input gradient and weight gradient are priced as one pass, because the host launches kernels of one gradient
-        # while the device computes the other.
+        # Input gradient and weight gradient are priced as one pass, because the host launches the kernels of the next
+        # gradient while the device still computes.
         backward = loads.input_grad + loads.weight_grad
         backward_s, backward_device_s = pass_s(device, precision, backward), device_s(device, precision, backward)
         weight_device_s = device_s(device, precision, loads.weight_grad)

@@ -35,7 +35,7 @@ class Passes:
     recompute_s: float = 0.0
     """Seconds of the forward passes that the backward runs again; not part of `backward_s`."""
     weight_grad_s: float = 0.0
-    """Part of `backward_s` that computes weight gradients and that a schedule can delay."""
+    """Part of `backward_s` that computes weight gradients, which a schedule can delay."""
     forward_idle_s: float = 0.0
     """Part of the forward in which the device waits for the host."""
     backward_idle_s: float = 0.0
@@ -56,7 +56,7 @@ class Passes:
         return Passes(*[seconds * factor for seconds in _seconds(self)])
 
     def again(self, share: float) -> Passes:
-        """Return the passes if the backward runs `share` of the forward again."""
+        """Return the passes of a layer whose backward runs the share `share` of the forward again."""
         idle_s = self.backward_idle_s + self.forward_idle_s * share
         return replace(self, recompute_s=self.forward_s * share, backward_idle_s=idle_s)
 
@@ -68,8 +68,8 @@ class ComputeTable:
     """Measured compute times of a job, and times of unmeasured cases derived from them.
 
     The time of an unmeasured case is the time of a measured case, multiplied by the ratio of their tokens (micro-batch
-    over cp). The measured case, called the source, has the same tp and the nearest number of tokens. Times are not
-    carried over to another tp, because kernels of other widths were not measured.
+    over cp). The measured case, called the source, has the same tp as the unmeasured case, and the nearest number of
+    tokens. The time of a case is not used for another tp, because the widths of its kernels depend on tp.
     """
 
     def __init__(self, job: Job, measurements: Measurements) -> None:
@@ -79,7 +79,7 @@ class ComputeTable:
         self._repriced = repriced(job, measurements)
         compute = self._repriced.compute
         self._passes: dict[tuple[ComputeCase, str], Passes] = {}
-        # Times of parts with experts for each (EP, ETP), if the warm-up timed several.
+        # Times of parts with experts for each (EP, ETP), if the warm-up timed several pairs (EP, ETP).
         self._shared: dict[tuple[ComputeCase | None, int, int], dict[str, Passes]] = {}
         for (case, part, ep, etp), one in _median_passes(compute, measurements.cluster.slot_speed).items():
             if ep:
@@ -169,21 +169,21 @@ class ComputeTable:
         # Schedules never delay weight gradients of embedding and head, because the head would have to keep its logits'
         # gradients.
         chunks[0] += replace(part["embedding"], weight_grad_s=0.0) + loaded
-        # With a single stage, the time for loading the tokens already includes the labels.
+        # If the pipeline has a single stage, the time for loading its tokens already includes loading its labels.
         head, prediction = self._ends(layout, part)
         chunks[-1] += head + (loaded if layout.pp > 1 else Passes())
         chunks[layout.mtp_chunk] += prediction + (loaded if layout.chunks_after_mtp else Passes())
-        # In pipelines the device waits for a message before each pass of a chunk. Without a pipeline the device waits
-        # once a step, for the exchange of gradients. A step of four ranks on two cores took 24.2 ms of processor time,
-        # but 19.6 ms without exchanges.
+        # In a pipeline each rank waits for a message before each pass of a chunk. A rank without a pipeline waits once
+        # a step, for the exchange of gradients. A wait costs processor time: a step of four ranks on two cores took
+        # 24.2 ms with exchanges and 19.6 ms without exchanges.
         waits = 1.0 if layout.pp > 1 else 1 / layout.num_microbatches(self._job.batch.global_batch_size)
         return tuple(chunk + self.wake * waits for chunk in chunks)
 
     def unit_passes(self, layout: Layout) -> tuple[Passes, ...]:
-        """Return the units that `chunk_passes` adds up; 0 s for kinds that the model does not have.
+        """Return the passes of each unit that `chunk_passes` adds up; 0 s for kinds of layers that the model lacks.
 
-        Each possible kind of layer has two units: a layer without full recompute (but with selective recompute), and a
-        layer with full recompute. After the layers come embedding, heads, and the depths of multi-token prediction.
+        Each kind of layer has two units: a layer without full recompute (but with selective recompute), and a layer
+        with full recompute. The units of embedding, heads and multi-token prediction depths follow the units of layers.
 
         Raises PlanError if no case with the layout's tp was measured.
         """
@@ -196,7 +196,7 @@ class ComputeTable:
         return (*layers, part["embedding"], *self._ends(layout, part))
 
     def hiding(self, layout: Layout) -> Hiding:
-        """Return the compute that can hide collectives, of the first layer or of a hybrid model's mean layer."""
+        """Return compute seconds that can hide collectives: of the first layer, or a hybrid model's mean layer."""
         model, part = self._job.model, self._passes_of(layout)
         kinds = model.layer_kinds if model.hybrid else model.layer_kinds[:1]
         shares = {kind: count / len(kinds) for kind, count in Counter(kinds).items()}
@@ -247,9 +247,9 @@ class ComputeTable:
         """Return the passes of all heads, and of all depths of multi-token prediction without their heads.
 
         Every depth has its own head, on the stage of the model's head (gpt_model.py:611-660; DeepSeek-V3, section 2.2).
-        If no depth was timed as a whole, its time is the time of its layers. Layers of a depth are recomputed like all
-        layers, but not by method `block` (multi_token_prediction.py, _checkpointed_forward). No schedule delays the
-        weight gradients of heads or depths.
+        If no whole depth of multi-token prediction was timed, the time of a depth is the time of its layers. Layers of
+        a depth are recomputed like all layers, but not by method `block` (multi_token_prediction.py,
+        _checkpointed_forward). No schedule delays the weight gradients of heads or depths.
         """
         model, head = self._job.model, replace(part["head"], weight_grad_s=0.0)
         if not model.mtp_num_layers:
@@ -276,7 +276,8 @@ class ComputeTable:
         share = recompute_share(model, layout, index_in_chunk, kind)
         if layout.recompute.granularity == "full" and source:
             # The ratio of recompute to forward is 1 if the warm-up timed no recompute. If the warm-up timed recompute
-            # only in other cases, their median is used, because the ratio hardly differs between cases.
+            # only in other cases, the ratio's median over these cases is used, because the ratio hardly differs between
+            # cases.
             share *= self._again.get((source, kind), self._usual_again[kind])
         if _CORE in part and "core_attn" in recompute_modules(layout):
             core_share = attention_core_share(model, kind)
@@ -285,8 +286,8 @@ class ComputeTable:
         if not self.copies_to_host or (layout.recompute.granularity == "full" and share):
             return layer
         # The backward of each module requests the offloaded tensors of the same module in the layer below. So the
-        # backward of one layer hides the copy of one layer's tensors back to the device. No pass waits for a copy to
-        # the host (megatron-core, pipeline_parallel/ fine_grained_activation_offload.py).
+        # backward of each layer hides the copy of the next layer's tensors to the device. No pass waits until an
+        # activation has been copied to the host (megatron-core, pipeline_parallel/ fine_grained_activation_offload.py).
         moved = offloaded(self._job, layout, kind).moved
         exposed_s = moved / self._host_bytes_per_s - layer.backward_s - layer.recompute_s
         return replace(layer, backward_s=layer.backward_s + max(0.0, exposed_s))
@@ -295,7 +296,7 @@ class ComputeTable:
 def _median_passes(
     compute: Sequence[ComputeTime], speed: Sequence[float]
 ) -> dict[tuple[ComputeCase, str, int, int], Passes]:
-    """Return median times over the measured slots, by (case, part, EP, ETP), each converted to speed 1 first."""
+    """Convert the times of all measured slots to speed 1, and return their medians by (case, part, EP, ETP)."""
     times: dict[tuple[ComputeCase, str, int, int], list[dict[str, float]]] = {}
     for time in compute:
         seconds = {

@@ -1,1 +1,1 @@
-"""Cost of the parts of a model on one rank: parameters, kept activations, work for the device, exchanges."""
+"""Cost of the parts of a model on one rank: parameters, kept activations, work for the device, and exchanges."""

@@ -1,4 +1,4 @@
-"""The attention block: multi-head or multi-latent attention, counted for the implementation that the job runs.
+"""Parameters, bytes and work of multi-head or multi-latent attention, for the implementation that the job runs.
 
 TE = TransformerEngine v2.8, pytorch/attention/dot_product_attention; MC = megatron/core of core_v0.16.1;
 MLA = MC transformer/multi_latent_attention.py.
@@ -28,14 +28,14 @@ from pipette_launch.facts.model import LatentAttention, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
 _STATISTICS_BYTES = {"LayerNorm": 8, "RMSNorm": 4}
-"""Bytes of statistics for each normalised vector: mean and reciprocal deviation in fp32; RMSNorm has no mean."""
+"""Bytes that a norm keeps for each vector: mean and reciprocal deviation in fp32 (RMSNorm keeps no mean)."""
 _ANGLES = 4
-"""Number of tensors of sines and cosines, for queries and for keys (MC
+"""Number of tensors of sines and cosines that a rotary embedding keeps for queries and keys (MC
 models/common/embeddings/rope_utils.py:113-125)."""
 
 
 def is_local(model: ModelSpec) -> bool:
-    """Return True if Megatron's own attention runs, which is never fused."""
+    """Return True if the job runs Megatron's own attention, which has no fused kernel."""
     return model.transformer_impl == "local" or model.attention_backend == "local"
 
 
@@ -45,7 +45,7 @@ def is_flash(model: ModelSpec) -> bool:
 
 
 def ring_steps(job: Job, layout: Layout) -> int:
-    """Return the number of ranks in a layer's longest ring of context parallelism; 0 without a ring."""
+    """Return the number of ranks in the longest context-parallel ring of a layer; 0 if no ring is used."""
     options = performance_options(job)
     steps = {RING: layout.cp, f"a2a+{RING}": (options.hierarchical_context_parallel_sizes or (layout.cp,))[-1]}
     longest = max((steps.get(kind, 1) for kind in options.cp_comm_type), default=1)
@@ -58,7 +58,7 @@ class LatentBytes(NamedTuple):
     compressed: int
     """Bytes of compressed queries, keys and values, and of the inputs of their norms."""
     projected: int
-    """Bytes of query, key and value of all heads, which recompute of `mla_up_proj` does not keep."""
+    """Bytes of query, key and value of all heads, which are not kept if `mla_up_proj` is recomputed."""
     context: int
     """Bytes of the attention core's output."""
 
@@ -73,15 +73,17 @@ class Attention(Block):
         latent = model.latent_attention
         self.heads = model.num_attention_heads // layout.tp
         self.groups = self.heads if latent else max(1, model.num_query_groups // layout.tp)
-        """Query groups of a rank; with fewer groups than ranks each rank has 1 (MC transformer/attention.py)."""
+        """Number of query groups on a rank, at least 1 even with more ranks than groups (MC
+        transformer/attention.py)."""
         self.query = latent.query_channels if latent else model.kv_channels
-        """Channels of one head's query, and of its key."""
+        """Number of channels in the query, and in the key, of one head."""
         self.value = latent.v_head_dim if latent else model.kv_channels
-        """Channels of one head's value."""
+        """Number of channels in the value of one head."""
         self.pair = self.groups * (self.query + self.value)
-        """Channels of the keys and values of one token."""
+        """Number of channels in all keys and values of one token on a rank."""
         self.pair_outputs = 2 * model.num_query_groups * model.kv_channels // layout.tp
-        """Outputs of the query-key-value matrix for keys and values. Ranks that share a query group split it evenly."""
+        """Number of outputs of the query-key-value matrix that belong to keys and values. The ranks that share a query
+        group split its channels evenly."""
         self.pair_bytes = model.dtype_bytes * self.tokens * self.pair
         """Bytes of the keys and values of one layer."""
 
@@ -101,7 +103,7 @@ class Attention(Block):
 
         tp splits up-projections and the output projection. Transformer Engine's layers have the whole down-projections
         on every rank (models/gpt/gpt_layer_specs.py:245-262, from core_v0.14 on), but Megatron's own layers split the
-        down-projections. Only `--qk-layernorm` gives the latents norms.
+        down-projections. The latents have norms only with `--qk-layernorm`.
         """
         model, hidden, tp = self.model, self.model.hidden_size, self.layout.tp
         down_shards = 1 if self.uses_te else tp
@@ -149,7 +151,7 @@ class Attention(Block):
         element = model.dtype_bytes * self.tokens
         kept = 2 * element * (self.heads + self.groups) * channels
         if not is_local(model) and model.attention_backend == "flash" and self.layout.micro_batch_size > 1:
-            # Flash attention needs tensors whose first dimension is the batch. With more than one sample,
+            # Flash attention needs tensors whose first dimension is the batch. If a micro-batch has several samples,
             # FlashAttention.forward copies its output for the projection, so the output is kept twice (TE backends.py,
             # v1.7 to v1.11 and from v2.3 on).
             kept += element * self.heads * channels
@@ -166,7 +168,8 @@ class Attention(Block):
         """Count the bytes that multi-latent attention keeps (MLA:580-850).
 
         The outputs of the up-projections are not kept: query, key and value are assembled from copies. An unfused
-        rotary embedding keeps the sines and cosines of queries and keys. Sequence parallelism splits latents.
+        rotary embedding keeps the sines and cosines of queries and keys. Sequence parallelism splits the tokens of the
+        latents.
         """
         model, ranks = self.model, latent.kv_lora_rank + (latent.q_lora_rank or 0)
         angles = 0 if fused_rope else _ANGLES * model.seq_length // self.layout.cp * latent.qk_pos_emb_head_dim
@@ -209,8 +212,9 @@ class Attention(Block):
         """Count the bytes of the query-key-value output that recompute of the core keeps beyond query, key and value.
 
         Query, key and value are views of the output of one matrix, and recompute keeps views. If a rotary embedding
-        makes a new query and key, the view of the value still keeps the whole output. Without a rotary embedding only
-        query groups need more, because attention copies the query. Norms of query and key keep the output anyway.
+        makes a new query and key, the view of the value still keeps the whole output. Without a rotary embedding extra
+        bytes are kept only with query groups, because attention copies the query. With norms of query and key the
+        result is 0, because the norms keep the whole output.
         """
         model = self.model
         if model.latent_attention or model.qk_layernorm:
@@ -221,12 +225,12 @@ class Attention(Block):
         return vector * self.heads if self.heads > self.groups else 0
 
     def scores_buffer_bytes(self) -> int:
-        """Count the scores of local attention, 2as/(h*t), in one buffer for all layers (dot_product_attention.py)."""
+        """Count the bytes of the one buffer for local attention's scores in all layers (dot_product_attention.py)."""
         model = self.model
         return model.dtype_bytes * self.heads * self.tokens * model.seq_length if is_local(model) else 0
 
     def backward_bytes(self, job: Job) -> int:
-        """Return the larger need: the core's backward with two gradients of the residual, or the ring's exchange."""
+        """Count the larger need of bytes: the core's backward with two residual gradients, or the ring's exchange."""
         return max(2 * self.residual_bytes + self.core_backward_bytes(job), self.exchange_bytes(job))
 
     def core_backward_bytes(self, job: Job) -> int:
@@ -234,8 +238,8 @@ class Attention(Block):
 
         The backward needs the gradients of query, key, value and context. Unfused attention also needs a gradient as
         large as the probabilities. Ring attention has two buffers, each for keys, values and their gradients. Ring
-        attention also holds one step's gradients, with the gradients of keys and values twice (TE context_parallel.py,
-        AttnFuncWithCPAndKVP2P.backward).
+        attention also holds the gradients of one step of the ring, and those of keys and values twice (TE
+        context_parallel.py, AttnFuncWithCPAndKVP2P.backward).
         """
         channels = (self.heads + self.groups) * (self.query + self.value)
         if ring_steps(job, self.layout):
@@ -247,9 +251,10 @@ class Attention(Block):
         """Count the bytes that context parallelism holds in one layer beside the core's inputs and output.
 
         Ring attention keeps keys, values, output and statistics of every step until the last step corrects all outputs.
-        On the rank with the last piece of the sequence every output has full size. `all_gather` holds the keys and
-        values of the whole sequence. `a2a` holds no additional bytes (TE context_parallel.py, forward of
-        AttnFuncWithCPAndKVP2P and AttnFuncWithCPAndKVAllGather, v1.7 to v2.18).
+        On the rank with the last piece of the sequence, the output of every step has full size. With `--cp-comm-type
+        all_gather` a layer holds the keys and values of the whole sequence. With `--cp-comm-type a2a` a layer holds no
+        additional bytes (TE context_parallel.py, forward of AttnFuncWithCPAndKVP2P and AttnFuncWithCPAndKVAllGather,
+        v1.7 to v2.18).
         """
         steps, cp = ring_steps(job, self.layout), self.layout.cp
         gathers = cp > 1 and "all_gather" in performance_options(job).cp_comm_type
@@ -273,7 +278,7 @@ class Attention(Block):
         return matrices + PassLoads(forward=turn, input_grad=turn) + self.core_loads()
 
     def _latent_loads(self, latent: LatentAttention) -> PassLoads:
-        """Return the work of the whole down-projections and of the up-projections to a rank's heads (MLA:441-553)."""
+        """Return the work of unsplit down-projections and of the up-projections to a rank's heads (MLA:441-553)."""
         count, hidden, heads = self.tokens, self.model.hidden_size, self.heads
         loads = matrix(count, latent.kv_lora_rank + latent.qk_pos_emb_head_dim, hidden)
         loads += matrix(count, heads * (latent.qk_head_dim + latent.v_head_dim), latent.kv_lora_rank)
@@ -287,8 +292,8 @@ class Attention(Block):
 
         Flash attention skips the scores behind the causal mask, half of 2 * T * s * a * (d of query + d of value), and
         the scores outside a window (in the mean of all layers). Flash attention has 2 products in the forward and 5 in
-        the backward (Dao 2023). Other backends compute all scores, and they write, mask, normalise, drop and read
-        T * s * a scores.
+        the backward (Dao 2023). Other backends compute all T * s * a scores, and write, mask, normalise, drop and read
+        these scores.
         """
         model, one = self.model, self.model.seq_length
         if is_flash(model):
@@ -317,14 +322,14 @@ class Attention(Block):
         return found
 
     def column_flops(self) -> float:
-        """Return the FLOPs per token of the query-key-value matrix, or the mean of latent up-projections."""
+        """Return the FLOPs per token of the query-key-value matrix, or the mean of multi-latent up-projections."""
         model = self.model
         if model.latent_attention:
             return 1.0 * model.latent_attention.up_weights(model.num_attention_heads)
         return 2.0 * model.hidden_size * (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
 
     def column_inputs(self) -> tuple[int, ...]:
-        """Return the widths of the inputs of up-projections; Megatron's own down-projections are split too."""
+        """Return the input widths of up-projections, and of down-projections in Megatron's own layers."""
         latent, hidden = self.model.latent_attention, self.model.hidden_size
         if latent is None:
             return (hidden,)
@@ -335,8 +340,8 @@ class Attention(Block):
         """Yield tensor-parallel gathers of query, key and value (MC transformer/attention.py:1398-1416, MLA:574-618).
 
         With fewer query groups than ranks, the whole output of the query-key-value matrix is gathered. Megatron's own
-        down-projections of latent attention are gathered, and then split over the sequence. Transformer Engine has
-        whole down-projections, so with sequence parallelism only the key's rotary part is gathered.
+        down-projections of latent attention are gathered, and then split over the sequence. Transformer Engine does not
+        split down-projections, so with sequence parallelism only the key's rotary part is gathered.
         """
         model, latent, none_S = self.model, self.model.latent_attention, 0 * once_S
         row, gathered = model.dtype_bytes * self.tokens, 0
@@ -357,8 +362,8 @@ class Attention(Block):
     def exchanges(self, _job: Job, once_S: Ints, again_S: Ints, _domain: int) -> Iterator[Exchange]:
         """Yield the gathers of heads or latents, and ring attention's exchange.
 
-        The ring moves keys and values in the forward, and also their gradients in the backward. The attention of one of
-        the cp pieces hides each of the ring's cp - 1 messages (Liu et al. 2023, section 3).
+        The ring moves keys and values in the forward, and keys, values and their gradients in the backward. The
+        attention of one of the cp pieces hides each of the ring's cp - 1 messages (Liu et al. 2023, section 3).
         """
         if self.layout.tp > 1:
             yield from self._gathers(once_S, again_S)

@@ -1,7 +1,7 @@
-"""Base class and data types of the blocks of layers: attention, Mamba mixer, MLP, and experts.
+"""Base class and data types of the blocks of a layer: attention, Mamba mixer, MLP, and experts.
 
-A layer has one or two blocks, each behind a norm and beside a residual connection. Every size is for one micro-batch on
-one rank.
+A layer has one or two blocks, each behind a norm and beside a residual connection. All counts of bytes are for one
+micro-batch on one rank.
 """
 
 # S = stages (model chunks) in model order.
@@ -66,7 +66,7 @@ class Parameters:
 
     @property
     def count(self) -> int:
-        """Dense and expert parameters together."""
+        """Number of dense and expert parameters together."""
         return self.dense + self.expert
 
 
@@ -75,21 +75,22 @@ class Activations:
     """Bytes that a block or a layer keeps for its backward."""
 
     layer_input: int = 0
-    """Input of an attention or Mamba block, which is all that full recompute keeps."""
+    """Bytes of the input of an attention or Mamba block, the only tensor that full recompute keeps."""
     attention_norm: int = 0
     attention: int = 0
-    """Query, key, value and context of attention, or all tensors that a Mamba mixer keeps."""
+    """Bytes of query, key, value and context of attention, or of all tensors that a Mamba mixer keeps."""
     latent_projections: int = 0
-    """Query, key and value of multi-latent attention."""
+    """Bytes of query, key and value of multi-latent attention."""
     core_attention: int = 0
-    """Softmax statistics (flash and fused attention), or probabilities, their mask and their dropped copy."""
+    """Bytes of softmax statistics (flash and fused attention), or of probabilities with their dropout mask and dropped
+    copy."""
     mlp_input: int = 0
-    """Input of an MLP or expert block."""
+    """Bytes of the input of an MLP or expert block."""
     mlp_norm: int = 0
     mlp: int = 0
-    """Output of the first matrix; for experts also tensors of router and dispatch, and the first matrix's input."""
+    """Bytes of the first matrix's output; for experts also of the first matrix's input, and of router and dispatch."""
     mlp_activation: int = 0
-    """Input of the second matrix."""
+    """Bytes of the second matrix's input."""
     shared_experts: int = 0
     dropout_masks: int = 0
     fuses_attention_norm: bool = False
@@ -103,15 +104,15 @@ class Activations:
 
     @property
     def total(self) -> int:
-        """All bytes of the block, without recompute."""
+        """Bytes that the block keeps without recompute."""
         return sum(getattr(self, name) for name in self.__slots__ if not name.startswith(("fuses", "has")))
 
     def recomputed(self, modules: tuple[str, ...]) -> int:
-        """Bytes that selective recompute of these modules does not keep; modules by Megatron's names.
+        """Bytes of activations that are not kept if these modules (by Megatron's names) are recomputed.
 
-        TransformerEngine's dense layers compute their norms inside the matrices' kernels. In these layers recompute of
-        `layernorm` saves nothing, and recompute of `mlp` also saves the norm (transformer_layer.py:379-447 of
-        core_v0.16.1).
+        TransformerEngine's dense layers compute their norms inside the matrices' kernels. In TransformerEngine's dense
+        layers, recompute of `layernorm` saves no bytes, and recompute of `mlp` also saves the norm's bytes
+        (transformer_layer.py:379-447 of core_v0.16.1).
         """
         whole_mlp, moe = self.mlp + self.mlp_activation, self.has_experts
         saved_by_module = {
@@ -129,16 +130,16 @@ class Activations:
 
 
 class Sizes:
-    """Sizes that a model and a layout decide."""
+    """Tensor sizes that follow from the model and the layout alone."""
 
     def __init__(self, model: ModelSpec, layout: Layout) -> None:
         self.model = model
         self.layout = layout
         self.tokens = model.seq_length * layout.micro_batch_size // layout.cp
-        """T = s * b / cp, the tokens of a rank before sequence parallelism splits them."""
+        """Number of tokens of a rank before sequence parallelism splits the tokens: T = s * b / cp."""
         shards = layout.tp if layout.sequence_parallel else 1
         self.local_tokens = self.tokens // shards
-        """Tokens of a rank in norms, router and dispatcher: T, or T / tp with sequence parallelism."""
+        """Number of tokens of a rank in norms, router and dispatcher: T, or T / tp with sequence parallelism."""
         self.residual_bytes = model.dtype_bytes * self.tokens * model.hidden_size // shards
         """Bytes of one T x h tensor, split over tp by sequence parallelism (Korthikanti et al. 2022, section 4.2)."""
         self.dropout_mask_bytes = 0
@@ -146,17 +147,21 @@ class Sizes:
         if model.hidden_dropout > 0:
             self.dropout_mask_bytes = self.residual_bytes // model.dtype_bytes * MASK_BYTES
         self.gates = 2 if model.gated_linear_unit else 1
-        """Number of results, each as wide as the MLP, that the first matrix of an MLP computes: 2 for gated units."""
+        """Output width of an MLP's first matrix, in multiples of the MLP's width: 2 for gated units, else 1."""
         self.uses_te = model.transformer_impl == "transformer_engine"
 
     def stream_bytes(self, job: Job) -> int:
-        """Bytes of the tensor between layers: fp32 with `--fp32-residual-connection`, else the model's type."""
+        """Bytes of the tensor between layers, in fp32 with `--fp32-residual-connection`, else in the model's type."""
         wide = performance_options(job).fp32_residual_connection
         return self.residual_bytes * FP32_BYTES // self.model.dtype_bytes if wide else self.residual_bytes
 
 
 class Block(Sizes, ABC):
-    """A block of a layer. Methods leave out the block's norm unless they name it; their job has the same model."""
+    """A block of a layer.
+
+    A method counts the block's norm only if its docstring names the norm. A `job` argument has the model that the block
+    was made for.
+    """
 
     graph_module = ""
     """Megatron's name of the block as a scope of CUDA graphs; empty if CUDA graphs have no scope for the block."""
@@ -173,7 +178,7 @@ class Block(Sizes, ABC):
 
     @abstractmethod
     def activations(self, job: Job) -> Activations:
-        """Count the bytes kept for the backward, with the norm, its input and the dropout mask."""
+        """Count the bytes that the block keeps for its backward, with norm, the norm's input and dropout mask."""
 
     @abstractmethod
     def backward_bytes(self, job: Job) -> int:
@@ -192,7 +197,7 @@ class Block(Sizes, ABC):
         return 0.0
 
     def is_cut_by_tp(self) -> bool:
-        """Return True if tensor parallelism cuts the block, which costs one exchange a pass."""
+        """Return True if tensor parallelism cuts the block, so that each pass needs one exchange."""
         return True
 
     def column_inputs(self) -> tuple[int, ...]:
@@ -200,9 +205,9 @@ class Block(Sizes, ABC):
         return (self.model.hidden_size,)
 
     def exchanges(self, _job: Job, _once_S: Ints, _again_S: Ints, _domain: int) -> Iterator[Exchange]:
-        """Yield the collectives of the block, without those around row- and column-parallel matrices.
+        """Yield the collectives of the block except the collectives around row- and column-parallel matrices.
 
         `once_S` counts the blocks of this class on each stage, and `again_S` counts the blocks that recompute runs
-        again. `domain` is the number of slots that the fastest links join.
+        again. `domain` is the number of slots in one NVLink domain.
         """
         yield from ()

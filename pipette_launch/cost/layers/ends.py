@@ -1,4 +1,4 @@
-"""The two ends of a model: embedding in front, head and loss behind, and the depths of multi-token prediction.
+"""Cost of the embedding, of the head with the loss, and of the depths of multi-token prediction.
 
 MC = megatron/core of core_v0.16.1, TE = TransformerEngine v2.8, MTP = MC transformer/multi_token_prediction.py,
 GPT = MC models/gpt/gpt_model.py.
@@ -23,16 +23,16 @@ _TOKEN_ID_BYTES = 8
 
 
 def embedding_bytes(job: Job, layout: Layout) -> int:
-    """Count token ids of one micro-batch and the embedding's dropout mask: 8*s*b + s*b*h."""
+    """Count the bytes of one micro-batch's token ids (8*s*b) and of the embedding's dropout mask (s*b*h)."""
     sizes = Sizes(job.model, layout)
     return _TOKEN_ID_BYTES * sizes.tokens + sizes.dropout_mask_bytes
 
 
 def attention_mask_bytes(job: Job, layout: Layout) -> int:
-    """Count the mask b * s/c * s of one byte that the first and the last pipeline rank load for a forward pass.
+    """Count the bytes of the attention mask (b * s/c * s) that first and last pipeline rank load for a forward pass.
 
-    Megatron's data loader makes the mask unless a flag forbids it, although causal attention does not use it (datasets/
-    gpt_dataset.py, _get_ltor_masks_and_position_ids).
+    Megatron's data loader makes the attention mask unless a flag forbids the mask, although causal attention does not
+    use it (datasets/ gpt_dataset.py, _get_ltor_masks_and_position_ids).
     """
     options = performance_options(job)
     makes = options.create_attention_mask_in_dataloader and not options.dataloader_inter_document_masking
@@ -40,7 +40,7 @@ def attention_mask_bytes(job: Job, layout: Layout) -> int:
 
 
 def loaded_mask_bytes(job: Job, layout: Layout) -> int:
-    """Count the bytes for loading a mask: the whole mask b * s * s, and with context parallelism also this rank's part.
+    """Count the bytes for loading an attention mask: b * s * s, and the rank's own part with context parallelism.
 
     Each rank of the first and of the last pipeline stage has the whole mask on its device before context parallelism
     copies the rank's part (training/utils.py, get_batch_on_this_tp_rank; MC utils.py, get_batch_on_this_cp_rank;
@@ -51,10 +51,10 @@ def loaded_mask_bytes(job: Job, layout: Layout) -> int:
 
 
 def head_bytes(job: Job, layout: Layout) -> int:
-    """Count final norm, logits and loss of one micro-batch: 4*s*b*h/c (/t) + 6*s*b*V/(t*c) in bf16.
+    """Count the bytes of final norm, logits and loss of one micro-batch: 4*s*b*h/c (/t) + 6*s*b*V/(t*c) in bf16.
 
-    Each depth of multi-token prediction computes its own loss, which keeps a copy of the depth's logits. A variable
-    also keeps the logits of one depth alive as long as the head's logits (GPT:611-660).
+    Each depth of multi-token prediction computes its own loss, which keeps a copy of the depth's logits. A Python
+    variable of Megatron keeps the logits of one depth alive as long as the head's logits (GPT:611-660).
     """
     sizes, depths, dtype = Sizes(job.model, layout), job.model.mtp_num_layers, job.model.dtype_bytes
     copy, gradient = loss_bytes_per_logit(job)
@@ -63,13 +63,13 @@ def head_bytes(job: Job, layout: Layout) -> int:
 
 
 def loss_bytes_per_logit(job: Job) -> tuple[int, int]:
-    """Return (bytes that the loss keeps for each logit beside it, further bytes that the loss's backward needs).
+    """Return two numbers of bytes for each logit: kept by the loss beside the logit, and needed later by its backward.
 
     Megatron's loss keeps an fp32 copy of 2-byte logits, and changes this copy in place to the softmax and then to the
-    gradient. The copy exists beside the logits in the forward, and beside the logits' gradient in the backward. fp32
-    logits have no copy (measured; MC tensor_parallel/cross_entropy.py:24-33). With native fusion, the compiled backward
-    writes the gradient to another fp32 tensor (MC fusions/fused_cross_entropy.py, calculate_gradients). TE's fused loss
-    changes the logits in place (TE common/triton/cross_entropy.py).
+    gradient. The fp32 copy exists beside the logits in the forward, and beside the logits' gradient in the backward.
+    Logits in fp32 have no copy (measured; MC tensor_parallel/cross_entropy.py:24-33). With `--cross-entropy-fusion-impl
+    native`, the compiled backward writes the gradient to another fp32 tensor (MC fusions/fused_cross_entropy.py,
+    calculate_gradients). TE's fused loss changes the logits in place (TE common/triton/cross_entropy.py).
     """
     options = performance_options(job)
     fuses = options.cross_entropy_loss_fusion
@@ -79,7 +79,7 @@ def loss_bytes_per_logit(job: Job) -> tuple[int, int]:
 
 
 def deferred_bytes(job: Job, layout: Layout) -> int:
-    """Count the bytes that each micro-batch keeps until the cool-down for a deferred weight gradient of the head.
+    """Count the bytes that each micro-batch keeps for the head's weight gradient, deferred until the cool-down.
 
     `--defer-embedding-wgrad-compute` with several pipeline ranks keeps the head's input and the gradient of the logits
     (MC tensor_parallel/layers.py:509-511, 1003-1008).
@@ -110,9 +110,8 @@ def embedding_loads(job: Job, layout: Layout) -> PassLoads:
 def head_loads(job: Job, layout: Layout) -> PassLoads:
     """Return the work of final norm, product with the vocabulary, and cross-entropy.
 
-    Megatron's loss reads or writes the logits about ten times in fp32: cast, maximum, subtract in place, exponential in
-    place, and sum, then divide in place and scale. TE's cross-entropy reads the logits twice, and overwrites them with
-    their gradients.
+    Megatron's loss reads or writes the logits about ten times in fp32, by cast, maximum, subtraction, exponential, sum,
+    division and scaling. TE's cross-entropy reads the logits twice, and overwrites them with their gradients.
     """
     model, options, sizes = job.model, performance_options(job), Sizes(job.model, layout)
     vocabulary, dtype, norm = _vocabulary(model, layout), model.dtype_bytes, 2 * sizes.residual_bytes
@@ -139,8 +138,8 @@ def depth_parameters(model: ModelSpec, layout: Layout) -> int:
 def depth_bytes(job: Job, layout: Layout) -> int:
     """Count the bytes that a depth keeps beside its layers and its head (MTP:653-745, GPT:592-625).
 
-    A depth keeps the inputs of three norms and both halves of the projection's input. It also keeps its part of the
-    tensor that all heads read, and the bytes of an embedding.
+    A depth keeps the inputs of three norms and both halves of the projection's input. Each depth also keeps its part of
+    the tensor that all heads read, and the bytes of an embedding.
     """
     return 6 * Sizes(job.model, layout).residual_bytes + embedding_bytes(job, layout)
 
@@ -149,7 +148,8 @@ def depth_loads(job: Job, layout: Layout, layers: PassLoads) -> PassLoads:
     """Return the work of one depth: embedding, two norms, a projection from 2h to h, layers, a head and a loss."""
     hidden, sizes = job.model.hidden_size, Sizes(job.model, layout)
     projection, rows = matrix(sizes.tokens, hidden // layout.tp, 2 * hidden), sizes.residual_bytes
-    # Each of the two norms reads and writes T * h elements. Concatenating their outputs reads and writes 2 * T * h.
+    # Each of a depth's two norms reads and writes T * h elements. Concatenating the norms' outputs reads and writes 2 *
+    # T * h elements.
     joins = PassLoads(forward=Load(moved_bytes=8 * rows, kernels=3), input_grad=Load(moved_bytes=10 * rows, kernels=4))
     return embedding_loads(job, layout) + joins + projection + layers + head_loads(job, layout)
 

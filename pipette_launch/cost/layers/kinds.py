@@ -1,4 +1,4 @@
-"""The kinds of layers: the blocks of each kind, and the sums over its blocks."""
+"""Blocks of each kind of layer, and costs of a whole layer as sums over its blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS: dict[LayerKind, tuple[type[Block], ...]] = {
     "mlp_layer": (Mlp,),
     "expert_layer": (Experts,),
 }
-"""Blocks of each kind of layer, in order. The kinds with one block belong to hybrid models."""
+"""Blocks of each kind of layer, in order. Only hybrid models have layers with a single block."""
 BLOCKS: tuple[type[Block], ...] = (Mamba, Attention, Mlp, Experts)
 _KERNELS_PER_COLLECTIVE = 3.0
 """Host time for one collective of torch's process group, divided by the host time for launching a kernel."""
@@ -40,7 +40,7 @@ def blocks_of(model: ModelSpec, layout: Layout, kind: LayerKind) -> list[Block]:
 
 
 def kind_parameters(model: ModelSpec, layout: Layout, kind: LayerKind) -> Parameters:
-    """Count one layer on one rank, with a norm for each block; 0 for experts in a model without experts."""
+    """Count one layer's parameters on one rank, norms included; 0 for experts if the model has no experts."""
     if Experts in KINDS[kind] and not model.num_experts:
         return Parameters()
     norms = Parameters(dense=len(KINDS[kind]) * model.norm_parameters())
@@ -64,10 +64,10 @@ def kept_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
 def backward_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
     """Count the most bytes that the backward of one layer needs for a while, beyond the layer's kept activations.
 
-    Autograd frees an operation's saved tensors when the operation's backward is done. The peak is in the MLP or
-    experts, or in the attention core after the MLP's tensors are freed. With context parallelism the peak may be in the
-    forward of the attention core, before the MLP's tensors exist. Layers of one block count like a transformer layer,
-    which is an upper bound.
+    Autograd frees an operation's saved tensors when the operation's backward is done. The most bytes are needed in the
+    MLP or experts, or in the attention core after the MLP's tensors are freed. With context parallelism, the forward of
+    the attention core may need the most bytes, before the MLP's tensors exist. A layer with a single block counts like
+    a whole transformer layer, which is an upper bound.
     """
     if Mamba in KINDS[kind]:
         return Mamba(job.model, layout).backward_bytes(job)
@@ -84,7 +84,7 @@ def backward_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
 
 
 def prediction_bytes(job: Job, layout: Layout) -> int:
-    """Count the bytes that the depths of multi-token prediction keep, with the recompute of their layers."""
+    """Count the bytes that multi-token prediction depths keep, under the recompute of the depths' layers."""
     model = job.model
     if not model.mtp_num_layers:
         return 0
@@ -96,7 +96,7 @@ def prediction_bytes(job: Job, layout: Layout) -> int:
 
 
 def kind_loads(job: Job, layout: Layout, kind: LayerKind) -> PassLoads:
-    """Return the device's work for one layer; of communication only the kernel launches on the host count."""
+    """Return the device's work for one layer. Communication adds only the host's launches of its kernels."""
     options, (first, *others) = performance_options(job), blocks_of(job.model, layout, kind)
     loads = first.loads(job) + _around_blocks(first, len(KINDS[kind]))
     loads = loads.without_launches(float(is_captured(options, first.graph_module)))
@@ -142,8 +142,9 @@ def recompute_share(model: ModelSpec, layout: Layout, index_in_chunk: int, kind:
 def column_share(model: ModelSpec, kind: LayerKind) -> float:
     """Return a mean column-parallel matrix's share of a layer's FLOPs; 0 if the layer has no such matrix.
 
-    While the input gradient of such a matrix is computed, its input is gathered again. While its weight gradient is
-    computed, the input's gradients are reduced (layers.py, LinearWithGradAccumulationAndAsyncCommunication).
+    While the input gradient of a column-parallel matrix is computed, its input is gathered again. While its weight
+    gradient is computed, the gradients of its input are reduced (layers.py,
+    LinearWithGradAccumulationAndAsyncCommunication).
     """
     columns = [flops for block in blocks_of(model, _ALONE, kind) if (flops := block.column_flops())]
     return sum(columns) / max(len(columns), 1) / model.kind_flops_per_token(kind)
@@ -164,8 +165,9 @@ class Offloaded:
 
     Megatron copies the tensors that autograd saves within the modules of `--offload-modules`, and frees most of these
     tensors on the device (megatron-core v0.16.1, pipeline_parallel/fine_grained_activation_offload.py). The tensors of
-    a chunk's last layer stay on the device if the layer's backward is next. Each later backward of a module brings back
-    the tensors of the same module in the layer below. So the tensors of one layer are on the device at any time.
+    a chunk's last layer stay on the device if the backward of this layer runs next. Each later backward of a module
+    brings back the tensors of the same module in the layer below. So the tensors of one layer are on the device at any
+    time.
     """
 
     attention: int = 0
@@ -173,24 +175,24 @@ class Offloaded:
     mlp: int = 0
     """Bytes of the MLP and its norm that leave the device."""
     moved: int = 0
-    """Bytes that are copied to the host, and back for the backward."""
+    """Bytes that are copied to the host, and later copied back for the backward."""
     in_forward: int = 0
-    """Extra bytes of a forward that runs just before another micro-batch's backward. At this time the tensors of the
-    other micro-batch's last layer are back on the device, and the tensors of the running layer are still on the device.
-    The scores of an unfused core are included."""
+    """Extra bytes of a forward that runs just before another micro-batch's backward. During this forward, the other
+    micro-batch's last layer has its tensors back on the device, and the running layer's tensors are still there. These
+    extra bytes include the scores of an unfused attention core."""
 
     @property
     def left(self) -> int:
-        """Bytes that leave the device."""
+        """Bytes of the tensor that are freed on the device."""
         return self.attention + self.mlp
 
 
 class _Tensor(NamedTuple):
-    """One tensor that autograd saves."""
+    """Size and offloaded bytes of one tensor that autograd saves."""
 
     elements: int
     kept: int
-    """Bytes that leave the device with the tensor; 0 if another reference keeps the tensor on the device."""
+    """Bytes that offloading this tensor frees on the device; 0 if another reference keeps the tensor on the device."""
     moved: int
 
     @classmethod
@@ -200,7 +202,7 @@ class _Tensor(NamedTuple):
 
 
 def offloaded(job: Job, layout: Layout, kind: LayerKind) -> Offloaded:
-    """Count one layer's bytes that leave the device, without tensors that selective recompute does not keep."""
+    """Count the bytes of one layer that are offloaded, without tensors that selective recompute does not keep."""
     options, model = performance_options(job), job.model
     if not options.fine_grained_activation_offloading or model.transformer_impl != "transformer_engine":
         return Offloaded()
@@ -224,7 +226,7 @@ def _stream(job: Job, block: Block) -> _Tensor:
 
 
 def _attention_tensors(job: Job, block: Attention) -> Iterator[_Tensor]:
-    """Yield the tensors saved up to the output projection (MC transformer/attention.py, multi_latent_attention.py)."""
+    """Yield saved tensors up to the output projection (MC transformer/attention.py, multi_latent_attention.py)."""
     model, modules, recomputed = job.model, performance_options(job).offload_modules, recompute_modules(block.layout)
     is_latent, output = model.latent_attention is not None, block.tokens * block.heads * block.value
     if is_latent and "attn_norm" in modules:
@@ -235,12 +237,13 @@ def _attention_tensors(job: Job, block: Attention) -> Iterator[_Tensor]:
         for channels in (block.heads * block.query, block.groups * block.query, block.groups * block.value):
             yield _Tensor.of(block.tokens * channels, model.dtype_bytes)
         if model.attention_backend == "unfused":
-            # Without dropout, softmax and product save the same probabilities: two copies come back.
+            # Without dropout, softmax and matrix product both save the probabilities, so two copies return to the
+            # device.
             size, copies = block.core_bytes(job), 1 if model.attention_dropout > 0 else 2
             yield _Tensor(block.tokens * block.heads * model.seq_length, size, copies * size)
         else:
-            # The core and the output projection both save the core's output. If the projection offloads the output, its
-            # bytes are counted with the projection.
+            # The attention core and the output projection both save the core's output. If the projection offloads the
+            # output, its bytes are counted with the projection.
             yield _Tensor(output, 0, output * model.dtype_bytes)
     if "attn_proj" in modules:
         in_fp8 = output if matrix_input_bytes(job) == 1 and not is_latent else 0
@@ -271,7 +274,7 @@ def _expert_tensors(job: Job, layout: Layout) -> Iterator[_Tensor]:
         return
     rows, kept = block.rows(job), block.kept(job)
     if "expert_fc1" in options.offload_modules:
-        # If this module is offloaded, FP8 saves the input in 16 bits (`set_save_original_input`).
+        # If `expert_fc1` is offloaded, FP8 saves the input of the first matrix in 16 bits (`set_save_original_input`).
         yield _Tensor(rows * model.hidden_size, kept.inputs, rows * block.row_bytes)
     if "moe_act" in options.offload_modules:
         input_of_second = rows * model.moe_ffn_hidden_size // layout.etp * matrix_input_bytes(job)

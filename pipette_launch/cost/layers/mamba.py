@@ -1,7 +1,8 @@
-"""The Mamba-2 block of hybrid models.
+"""Parameters, bytes, work and exchanges of the Mamba-2 block of hybrid models.
 
 Source: megatron/core/ssm/mamba_mixer.py of core_v0.17.1 with its memory-efficient path, whose kernel is
-`mamba_split_conv1d_scan_combined` of mamba-ssm v2.2. Tensor parallelism cuts heads and groups.
+`mamba_split_conv1d_scan_combined` of mamba-ssm v2.2. Tensor parallelism splits the mixer's heads and groups over tp
+ranks.
 """
 
 # T = tokens of one micro-batch on a rank, d = channels of all heads, H = heads, c = convolved channels.
@@ -21,7 +22,7 @@ _CONVOLUTION = 4
 _SCAN_CHUNK = 128
 """Number of tokens in one chunk of the scan, which no flag changes."""
 _PER_HEAD = 3
-"""Number of parameters of a head: bias of the time step, decay and skip."""
+"""Number of parameters of a head: bias of the time step, decay, and skip connection."""
 
 
 class Mamba(Block):
@@ -45,17 +46,18 @@ class Mamba(Block):
         return self.mixer.mamba_matrices(self.model.hidden_size) // self.layout.tp
 
     def activations(self, job: Job) -> Activations:
-        """Count the norm's output, T*(2d + c + H) elements of the projection, and 3*T*d elements behind it.
+        """Count the norm's output, T*(2d + c + H) elements of the input projection, and 3*T*d later elements.
 
-        The 3*T*d elements are the scan's output before its gate, the gated norm's input, and the output projection's
-        input. States of chunks are computed again in the backward. Between the projections context parallelism cuts
-        heads instead of tokens, so the number of elements is the same.
+        The 3*T*d later elements are the scan's output before its gate, the gated norm's input, and the output
+        projection's input. The backward computes the states of chunks again, so the forward does not keep these states.
+        Between the two projections, context parallelism splits heads instead of tokens, so the number of elements does
+        not change.
         """
         latent, mixer, tp = self.model.latent_attention, self.mixer, self.layout.tp
         element = self.model.dtype_bytes * self.tokens
         kept = element * (mixer.mamba_projected + 2 * mixer.mamba_channels) // tp
         kept += as_matrix_input(job, element * mixer.mamba_channels // tp)
-        # The gated norm keeps one deviation for each group.
+        # The gated norm keeps one reciprocal deviation for each group.
         kept += FP32_BYTES * self.tokens * mixer.mamba_num_groups // tp
         return Activations(
             layer_input=self.stream_bytes(job),
@@ -66,7 +68,7 @@ class Mamba(Block):
         )
 
     def backward_bytes(self, _job: Job) -> int:
-        """Count the bytes that the scan's backward holds, and a gradient of the stream.
+        """Count the bytes that the scan's backward holds, and the bytes of one gradient of the residual stream.
 
         The scan's backward holds the gradients of all its inputs, the convolved inputs again, the gradient of the
         scan's output and, for each chunk, states and their gradients.
@@ -81,9 +83,9 @@ class Mamba(Block):
 
         The scan's products are small compared with what its kernels read and write, in 16 bits and, for states and
         scores of chunks, in 32. mamba-ssm v2.2 launches these kernels (ops/triton/ssd_combined.py): convolution, sums
-        of time steps, states of chunks, passing of states, scores, scan, gated norm. The backward computes the first
-        five of these again. A token has c convolved elements, d channels, g = groups * state, d * state / 128 elements
-        of chunk states, and 128 scores for each group.
+        of time steps, states of chunks, passing of states, scores, scan, gated norm. The backward launches the kernels
+        from the convolution to the scores again. A token has c convolved elements, d channels, g = groups * state, d *
+        state / 128 elements of chunk states, and 128 scores for each group.
         """
         mixer, one, rows, tp = self.mixer, self.model.dtype_bytes, self.tokens, self.layout.tp
         projections = matrix(rows, mixer.mamba_projected / tp, self.model.hidden_size)
@@ -92,7 +94,8 @@ class Mamba(Block):
         states, scores = d * mixer.mamba_state_dim / _SCAN_CHUNK, _SCAN_CHUNK * mixer.mamba_num_groups
         forward = one * (2 * c + 7 * d + 4 * g + 2 * states) + FP32_BYTES * (2 * states + 2 * scores)
         backward = one * (5 * c + 20 * d + 11 * g + 6 * states) + FP32_BYTES * (5 * states + 6 * scores)
-        # The kernels need the batch dimension first, so with more than one sample inputs and outputs are copied.
+        # The Mamba kernels need the batch as first dimension, so with several samples their inputs and outputs are
+        # copied.
         turned = 2.0 * one * (mixer.mamba_projected + d) if self.layout.micro_batch_size > 1 else 0.0
         share = rows / tp
         return projections + PassLoads(

@@ -1,8 +1,9 @@
-"""The blocks behind attention: a dense MLP, or experts with their router, under balanced routing.
+"""Cost of the block after attention: a dense MLP, or experts with their router, under balanced routing.
 
 Every tensor that autograd saves is counted as megatron-core 0.13 to 0.19 saves it (MO = megatron/core/transformer/moe,
-line numbers of core_v0.16.1). Balanced routing means that all experts get the same number of tokens. Real routing is
-less even. The formulas count balanced routing; corrections from measured jobs include real routing.
+line numbers of core_v0.16.1). Balanced routing means that all experts get the same number of tokens. Real routing gives
+some experts more tokens than others. The formulas do not count uneven routing, but the corrections learned from
+measured jobs include uneven routing.
 """
 
 # T = tokens of a rank, n = tokens before dispatch, M = rows that a rank's experts work on, E = experts, k = top-k,
@@ -42,8 +43,8 @@ ROUTED_KERNELS = 92.0
 """Number of kernels of router and dispatcher in a forward; a backward launches 80 % as many. The router alone launches
 72 if nothing is fused (Megatron-LM's guide to DeepSeek-V3 on GB200)."""
 BIASED_TOUCHES = 18.0
-"""Number of times that experts with biases read or write the outputs of their two matrices in a forward. A backward has
-1.5 times this number. Biases, limits, gates and probabilities are separate kernels."""
+"""Number of times that experts with biases read or write the outputs of their two matrices in a forward. A backward
+reads or writes these outputs 1.5 times as often. Separate kernels apply biases, limits, gates and probabilities."""
 IN_DOMAIN_SHARE = 0.42
 """Share of the fastest links' bandwidth that `flex` dispatchers reach inside a domain of such links."""
 OVERLAP_COSTS = 0.15
@@ -52,10 +53,13 @@ products that run at the same time (`--moe-deepep-num-sms`)."""
 
 
 class _FeedForward(Block):
-    """Two matrices with an activation between them, for any width."""
+    """Costs of two matrices with an activation between the matrices, for any width."""
 
     def matrix_parameters(self, width: int, shards: int) -> int:
-        """Count the parameters of both matrices and their biases; the shards also split the first matrix's bias."""
+        """Count the parameters of both matrices and their biases.
+
+        Tensor parallelism also splits the bias of the first matrix.
+        """
         hidden, second = self.model.hidden_size, width // shards
         first = second * self.gates
         return hidden * (first + second) + (first + hidden if self.model.add_bias_linear else 0)
@@ -77,8 +81,8 @@ class _FeedForward(Block):
     def unfused_copies(self, job: Job) -> int:
         """Return the number of tensors of the second matrix's width that only an unfused gated unit keeps.
 
-        These are the activated half of the input and, from core_v0.15 on, the sum of the other half with an offset
-        (transformer/mlp.py, `glu`).
+        A gated unit keeps the activated half of its input and, from core_v0.15 on, the sum of the other half with an
+        offset (transformer/mlp.py, `glu`).
         """
         return (self.gates - 1) * (1 if job.megatron_version.startswith(("0.12", "0.13", "0.14")) else 2)
 
@@ -115,11 +119,11 @@ class Mlp(_FeedForward):
         )
 
     def backward_bytes(self, job: Job) -> int:
-        """Return the larger need of two steps: the backward of the second matrix, and the backward of the activation.
+        """Count the larger need of bytes: of the second matrix's backward, or of the activation's backward.
 
-        The second matrix needs its output's gradient, gathered under sequence parallelism, and its input's gradient.
-        Without `gradient_accumulation_fusion` the matrix's own gradient exists once in the weights' type. The
-        activation needs the gradient of the first matrix's output.
+        The second matrix's backward needs the gradients of its output (gathered under sequence parallelism) and of its
+        input. Without `gradient_accumulation_fusion` the matrix's own gradient exists once in the weights' type. The
+        activation's backward needs the gradient of the first matrix's output.
         """
         model, layout, residual = self.model, self.layout, self.residual_bytes
         gathered = residual * layout.tp if layout.sequence_parallel else 0
@@ -160,7 +164,7 @@ class ExpertActivations(NamedTuple):
 
 
 class Experts(_FeedForward):
-    """Router, experts, and the shared expert."""
+    """Block of router, experts, and shared expert."""
 
     recompute_module = "moe"
 
@@ -182,7 +186,7 @@ class Experts(_FeedForward):
         return Parameters(dense=self.router_parameters() + shared, expert=expert)
 
     def router_parameters(self) -> int:
-        """Count the router's weights, and its bias if linear layers have a bias (core_v0.15 on, MO/router.py:51-61)."""
+        """Count the router's weights, and its bias if linears have biases (core_v0.15 on, MO/router.py:51-61)."""
         return (self.model.num_experts or 0) * (self.model.hidden_size + (1 if self.model.add_bias_linear else 0))
 
     def matrices(self) -> int:
@@ -190,7 +194,7 @@ class Experts(_FeedForward):
         return self.parameters().count - self.router_parameters()
 
     def activations(self, job: Job) -> Activations:
-        """Count the activations of norm, router, dispatch and experts; the norm is never part of a matrix's kernel."""
+        """Count the activations of norm, router, dispatch and experts. The norm has a separate kernel."""
         kept = self.kept(job)
         return Activations(
             mlp_input=self.stream_bytes(job),
@@ -205,10 +209,10 @@ class Experts(_FeedForward):
     def kept(self, job: Job) -> ExpertActivations:
         """Count the bytes that router and experts keep.
 
-        With every dispatcher the experts' inputs are one copy of M*h. Exchanges and sorts before the experts keep
-        nothing, and the combination after the experts keeps indices (MO/moe_utils.py:378-460). The probability
-        multiplies the activation, so the output of the second matrix is not kept (MO/experts.py, MLP.forward with
-        `per_token_scale`).
+        With every dispatcher, the experts keep one copy of their input, M*h elements. Exchanges and sorts before the
+        experts keep nothing, and the combination after the experts keeps indices (MO/moe_utils.py:378-460). The
+        probability multiplies the activation, so the output of the second matrix is not kept (MO/experts.py,
+        MLP.forward with `per_token_scale`).
         """
         rows, dtype, narrow = self.rows(job), self.model.dtype_bytes, matrix_input_bytes(job)
         # A fused activation keeps only its input and output (MO/../../fusions/fused_bias_swiglu.py,
@@ -229,7 +233,7 @@ class Experts(_FeedForward):
 
         Each rank sends k*n rows and receives k*n rows. Expert tensor parallelism splits the experts' widths over `etp`
         ranks and gathers the rows of these ranks (MO/token_dispatcher.py:689-697). An expert capacity drops rows beyond
-        the capacity, or pads rows up to it (:551-566).
+        the capacity, or pads rows up to the capacity (MO/token_dispatcher.py:551-566).
         """
         options, capacity = performance_options(job), self.capacity(job)
         each = self.model.moe_router_topk * self.local_tokens / self.num_experts
@@ -240,7 +244,7 @@ class Experts(_FeedForward):
         return round(each * self.num_experts) * self.layout.etp
 
     def capacity(self, job: Job) -> int | None:
-        """Return the most rows of a rank for each expert; None = no limit (MO/moe_utils.py, get_capacity)."""
+        """Return the most rows that a rank may send to each expert; None = no limit (MO/moe_utils.py, get_capacity)."""
         factor = performance_options(job).moe_expert_capacity_factor
         if factor is None or factor < 0:
             return None
@@ -298,8 +302,8 @@ class Experts(_FeedForward):
         """Count the shared expert: a dense MLP on the rank's tokens, split over tp (MO/shared_experts.py).
 
         The shared expert's input is the norm's output, which the layer keeps anyway. A shared expert that overlaps with
-        the dispatcher gathers its own input and keeps the gathered input (:150-156). A gate keeps the output of the
-        shared expert.
+        the dispatcher gathers its own input and keeps the gathered input (MO/shared_experts.py:150-156). If the shared
+        expert has a gate, the gate keeps the shared expert's output.
         """
         options, layout, dtype = performance_options(job), self.layout, self.model.dtype_bytes
         if not self.shared_width:
@@ -311,7 +315,7 @@ class Experts(_FeedForward):
         return kept + options.moe_shared_expert_gate * self.local_tokens * (self.row_bytes + dtype)
 
     def gather_buffer_bytes(self, job: Job) -> int:
-        """Count the tokens that the all-gather dispatcher gathers into Megatron's buffer; 0 without experts.
+        """Count the bytes of tokens that the all-gather dispatcher gathers into Megatron's buffer; 0 without experts.
 
         Source: MO/token_dispatcher.py:264.
         """
@@ -320,13 +324,13 @@ class Experts(_FeedForward):
         return self.local_tokens * group * self.row_bytes if is_used else 0
 
     def backward_bytes(self, job: Job) -> int:
-        """Return the larger need of two steps: computing and moving the gradients of the experts' rows.
+        """Count the larger need of bytes: for computing, or for moving the gradients of the experts' rows.
 
         The second matrices' backward needs the gradients of their output (M*h), of their input, and of the first
-        matrices' output. The probability's gradient also needs the product of the input's gradient with the activation.
-        If the activation is not fused, three of its gradients have the type of the probabilities when the second
-        matrices' input is freed. Moving the gradients back through sort and exchange needs two copies of M*h. The
-        layer's own gradient is needed in both cases.
+        matrices' output. The gradient of the probability also needs the product of the second matrices' input gradient
+        with the activation. If the activation is not fused, three of its gradients have the type of the probabilities
+        when the second matrices' input is freed. Moving the gradients back through sort and exchange needs two copies
+        of M*h. Computing and moving the gradients both also need the layer's own gradient.
         """
         rows, dtype = self.rows(job), self.model.dtype_bytes
         at_once = rows if performance_options(job).moe_grouped_gemm else -(-rows // self.local_experts)
@@ -371,8 +375,9 @@ class Experts(_FeedForward):
         """Yield the exchanges that move tokens to their experts and back, in forward and backward.
 
         `alltoall` sends k copies of each token over ep and gathers them over etp. `flex` sends one copy to each rank
-        that has some of the token's experts, or to each domain of fast links if there are several. `allgather`,
-        Megatron's default, gathers every token over ep * etp and scatters the sums (MO/token_dispatcher.py).
+        that has some of the token's experts, or to each NVLink domain if ep spans several domains. `allgather`,
+        Megatron's default, gathers every token over ep * etp ranks and reduce-scatters the experts' outputs
+        (MO/token_dispatcher.py).
         """
         layout, dispatcher, topk = self.layout, _dispatcher(job), self.model.moe_router_topk
         size: float = self.local_tokens * self.row_bytes
@@ -403,9 +408,9 @@ def _probability_bytes(job: Job) -> int:
 def _touches(job: Job) -> float:
     """Return how often the dispatcher reads or writes each copy of a token in a pass, without the exchange.
 
-    `alltoall` permutes tokens before the exchange and sorts tokens by expert afterwards, and repeats both steps on the
-    way back. Backends of `flex` permute tokens once each way. If a CUDA graph captures the whole step, experts read the
-    permuted tokens directly.
+    The `alltoall` dispatcher permutes tokens before the exchange and sorts tokens by expert after it, and undoes both
+    steps later. The backends of the `flex` dispatcher permute tokens once before and once after the experts. If a CUDA
+    graph captures the whole step, experts read the permuted tokens directly.
     """
     if _dispatcher(job) != "flex":
         return 8.0
@@ -413,10 +418,10 @@ def _touches(job: Job) -> float:
 
 
 def copies_of_a_token(topk: int, ep: int, domain: int) -> float:
-    """Return the mean number of ranks, or of domains if there are several, that have some of a token's experts.
+    """Return the mean number of ranks, or of NVLink domains if ep spans several, that have some of a token's experts.
 
-    Inside a domain of fast links, dispatchers reach only IN_DOMAIN_SHARE of the bandwidth, so the number is divided by
-    this share.
+    Inside a domain of fast links, dispatchers reach only IN_DOMAIN_SHARE of the bandwidth, so the mean number of ranks
+    is divided by this share.
     """
     places = ep if ep <= domain else -(-ep // domain)
     hit = places * (1 - (1 - 1 / places) ** topk)

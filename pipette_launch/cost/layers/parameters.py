@@ -70,20 +70,20 @@ def has_two_embeddings(model: ModelSpec) -> bool:
 
 
 class UnitParameters(NamedTuple):
-    """Parameters on one rank of the units that make up chunks."""
+    """Number of parameters on one rank for each unit of a chunk: layers, embedding, head, prediction depths."""
 
     layers: dict[LayerKind, Parameters]
-    """Parameters of one layer of each kind; 0 for kinds with experts if the model has no experts."""
+    """Number of parameters of one layer of each kind; 0 for kinds with experts if the model has no experts."""
     embedding: Parameters
-    """Embeddings of the first chunk."""
+    """Number of parameters of the first chunk's embeddings."""
     head: Parameters
-    """Final norm and head of the last chunk."""
+    """Number of parameters of the last chunk's final norm and head."""
     prediction: Parameters
-    """All depths of multi-token prediction, with their copy of the embedding if there are several stages."""
+    """Number of parameters of all multi-token prediction depths, with a copy of the embedding if pp is above 1."""
 
 
 def unit_parameters(model: ModelSpec, layout: Layout) -> UnitParameters:
-    """Count the units of chunks; only tp, ep, etp and whether pp is above 1 matter.
+    """Count the parameters of the units of chunks. Of the layout, only tp, ep, etp and whether pp exceeds 1 matter.
 
     With tied embeddings and more than one pipeline rank the last chunk holds a copy of the word embedding
     (megatron-core, setup_embeddings_and_output_layer).
@@ -95,8 +95,8 @@ def unit_parameters(model: ModelSpec, layout: Layout) -> UnitParameters:
     has_own_words = model.untie_embeddings_and_output_weights or layout.pp > 1
     prediction = Parameters()
     if model.mtp_num_layers:
-        # Each depth has layers. A chunk that is not the first also has embeddings to look up, beside the head's copy of
-        # a tied embedding (MC models/gpt/gpt_model.py:149-157, 240-254).
+        # Each multi-token prediction depth has layers. On a chunk other than the first, the depths also have their own
+        # embeddings, beside the head's copy of a tied embedding (MC models/gpt/gpt_model.py:149-157, 240-254).
         depth = sum((layers[kind] for kind in model.prediction_kinds), Parameters())
         depth += Parameters(dense=depth_parameters(model, layout))
         prediction = depth * model.prediction_copies + Parameters(dense=embedding if layout.pp > 1 else 0)
@@ -105,12 +105,12 @@ def unit_parameters(model: ModelSpec, layout: Layout) -> UnitParameters:
 
 
 def chunk_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]:
-    """Count every chunk in model order: embeddings on the first, final norm and head on the last.
+    """Count the parameters of every chunk in model order, with embeddings, final norm and head.
 
     If the first of several chunks has the depths of multi-token prediction, the depths use this chunk's embedding.
     """
     unit, found = unit_parameters(model, layout), chunk_kinds(model, layout)
-    # Most chunks have the same layers.
+    # Most chunks have the same layers, so each different list of layers is summed once.
     sums = {
         kinds: sum((unit.layers[kind] * count for kind, count in Counter(kinds).items()), Parameters())
         for kinds in {kinds for kinds, _ in found}
@@ -151,8 +151,8 @@ def fp8_weight_bytes(job: Job, layout: Layout) -> tuple[int, ...]:
 
     TransformerEngine casts a weight with the first micro-batch of a step and keeps the result and its transpose in the
     module (TE v2.8, module/linear.py:242-262, module/base.py get_weight_workspace). With `--fp8-param-gather` the
-    weights themselves are in FP8; weights and transposed copies together are as large as in bf16. FP8 without this flag
-    has not been checked, because NVIDIA's golden values always use the flag.
+    weights themselves are in FP8, and weights and transposed copies together are as large as bf16 weights. FP8 without
+    `--fp8-param-gather` has not been checked, because NVIDIA's golden values always use this flag.
     """
     model = job.model
     if not computes_in_fp8(job) or performance_options(job).fp8_param_gather:
@@ -165,11 +165,12 @@ def fp8_weight_bytes(job: Job, layout: Layout) -> tuple[int, ...]:
 def dummy_gradient_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
     """Count the bytes of dummy gradients: one tensor in the weights' type for each shape of a rank's matrices.
 
-    Megatron's hooks need a gradient from every matrix. With `gradient_accumulation_fusion`, which adds gradients to
-    their buffer as they are computed, TransformerEngine returns an uninitialised tensor, allocated once for each shape
-    and never freed (TE v2.3 on, pytorch/module/base.py, get_dummy_wgrad). Megatron's own linears use the same store
-    from core_v0.14 on, which needs TE 2.6 (tensor_parallel/layers.py:597). Left out: matrices of latent attention, and
-    matrices of experts, which use the store from TE v2.12 on. `has_head` is True for the last pipeline rank.
+    Megatron's hooks need a gradient from every matrix. With `gradient_accumulation_fusion`, TransformerEngine adds the
+    real gradients to their buffer and returns an uninitialised dummy, allocated once for each shape and never freed (TE
+    v2.3 on, pytorch/module/base.py, get_dummy_wgrad). Megatron's own linears use TransformerEngine's dummies from
+    core_v0.14 on, with TE 2.6 or later (tensor_parallel/layers.py:597). Not counted are matrices of multi-latent
+    attention, and matrices of experts, which have dummy gradients from TE v2.12 on. `has_head` is True for the last
+    pipeline rank.
     """
     model = job.model
     fused = performance_options(job).gradient_accumulation_fusion
@@ -185,21 +186,21 @@ def dummy_gradient_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
 
 
 class Sharding(NamedTuple):
-    """Data that FSDP splits over the data-parallel ranks: experts over their own ranks, the rest over dp * cp."""
+    """Kinds of data that FSDP splits: expert data over the experts' own replicas, dense data over dp * cp."""
 
     weights: bool
     """True if a layer's weights are gathered for each pass of each micro-batch, and dropped after the pass."""
     gradients: bool
-    """True if gradients are sharded, and so reduced in every micro-batch."""
+    """True if gradients are sharded, so that every micro-batch reduces its gradients."""
     states: bool
     keeps_ends: bool
-    """True if embedding and head are gathered once a step and kept."""
+    """True if the weights of embedding and head are gathered once a step and kept until the step ends."""
     gathers_twice: bool
     """True if the backward gathers weights again."""
 
 
 def sharding_of(job: Job) -> Sharding | None:
-    """Return the sharding of the job's own flags; None without FSDP.
+    """Return the sharding that the job's flags choose; None without FSDP.
 
     Megatron-FSDP: FSDP param_and_grad_buffer.py:1846-1865. torch FSDP2 wraps layers, embedding and head as units
     (MC distributed/torch_fully_sharded_data_parallel.py).
@@ -222,10 +223,11 @@ def shard_copies(job: Job) -> int:
 
 
 def layer_weight_bytes(job: Job) -> tuple[int, int]:
-    """Return the bytes of a layer's parameter in a shard, and in the gathered layer.
+    """Return the bytes of one parameter of a layer: in a shard, and in the gathered layer.
 
-    With `--fp8-param-gather` both are FP8. MXFP8 keeps a shard of the copy by rows, gathered in the forward, and a
-    shard of the copy by columns, gathered in the backward. torch FSDP2 gathers no FP8 (arguments.py, validate_args).
+    With `--fp8-param-gather` both shards and gathered weights are in FP8. MXFP8 keeps two shards: the forward gathers
+    the shard of the copy by rows, the backward gathers the shard of the copy by columns. With torch FSDP2, gathered
+    weights are never in FP8 (arguments.py, validate_args).
     """
     options, wide = performance_options(job), job.model.dtype_bytes
     if not (options.use_megatron_fsdp and options.fp8_param_gather and computes_in_fp8(job)):
@@ -237,7 +239,7 @@ class Whole(NamedTuple):
     """Bytes of gathered weights and of unreduced gradients that a rank of an FSDP job holds beside its shards."""
 
     weights: int = 0
-    """Bytes of the weights of running layers, of layers gathered ahead, and of embedding and head."""
+    """Bytes of the gathered weights of running layers, of layers gathered ahead, and of embedding and head."""
     gradients: int = 0
     """Bytes of gradients of the last layer, of the head, and of a tied embedding."""
     layer_gradients: int = 0
@@ -247,7 +249,8 @@ class Whole(NamedTuple):
     waiting: int = 0
     """Number of layers whose gradients wait for their reduction while further layers are gathered."""
     waiting_at_end: int = 0
-    """Number of layers whose gradients wait after the last gather; each of them has freed its gathered weights."""
+    """Number of layers whose gradients wait after the last gather, when finished layers have freed their gathered
+    weights."""
 
 
 def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
@@ -255,12 +258,12 @@ def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
 
     Megatron-FSDP gathers layers ahead up to half of `--suggested-communication-unit-size`. Reduced gradients are freed
     only before the next bucket's reduction, and only if more than `--suggested-communication-unit-size` parameters
-    wait. `--fsdp-double-buffer` keeps the weights of two layers and the gradients of two layers (FSDP
+    wait. With `--fsdp-double-buffer`, FSDP keeps the weights and the gradients of two layers each (FSDP
     param_and_grad_buffer.py:3084-3131, 3493-3560, 651-800). A weight shared by embedding and head is reduced when the
     backward is over (megatron_fsdp.py:767). torch FSDP2 holds weights and gradients of two units.
 
-    If layers are not units of FSDP, gradients form buckets with overlap, else one bucket. `--ddp-bucket-size`,
-    `--ddp-num-buckets`, and the growth of buckets beyond 40 replicas are left out.
+    If layers are not units of FSDP, gradients form several buckets with overlap, and one bucket without overlap.
+    The count ignores `--ddp-bucket-size`, `--ddp-num-buckets`, and the growth of buckets beyond 40 replicas.
     """
     sharding, options, model = sharding_of(job), performance_options(job), job.model
     if sharding is None or not sharding.gradients:
@@ -303,11 +306,11 @@ class OnceAStep(NamedTuple):
 
     @classmethod
     def of(cls, measured: Measurements) -> OnceAStep:
-        """Take the measured values; a value that was not measured counts as 0 s."""
+        """Read the measured times of the job's slots. A time that was not measured counts as 0 s."""
         return cls(measured.optimizer_s_per_parameter or 0.0, measured.gradient_s_per_byte, measured.step_s)
 
     def seconds(self, resident: Ints, gradient_bytes: Ints) -> Floats:
-        """Return the seconds of ranks that step `resident` parameters and hold `gradient_bytes` of gradients."""
+        """Return the seconds of ranks that update `resident` parameters and hold `gradient_bytes` of gradients."""
         return self.optimizer_s_per_parameter * resident + self.gradient_s_per_byte * gradient_bytes + self.host_s
 
 
@@ -354,7 +357,7 @@ def weight_bytes(
 ) -> Ints:
     """Count the bytes of the weights that a rank holds between passes: all weights, or a shard under FSDP.
 
-    `ends` are the dense parameters outside the layers, which are never in FP8.
+    `ends` is the number of dense parameters outside the layers, which are never in FP8.
     """
     sharding = sharding_of(job)
     if sharding is None or not sharding.weights:
@@ -364,13 +367,13 @@ def weight_bytes(
 
 
 def held_gradients(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns) -> Ints:
-    """Count the gradients that a rank keeps from micro-batch to micro-batch, without padding."""
+    """Count the gradient elements that a rank accumulates over the micro-batches of a step, without padding."""
     sharding = sharding_of(job)
     return shard(job, dense, expert, layout) if sharding and sharding.gradients else np.asarray(dense + expert)
 
 
 def resident_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns) -> Ints:
-    """Count the parameters whose optimizer state one rank holds; the distributed optimizer shards the states.
+    """Count the parameters whose optimizer states one rank holds. The distributed optimizer shards these states.
 
     With `--num-distributed-optimizer-instances` each instance of the optimizer holds all states, unless FSDP shards
     states over all instances.
@@ -384,11 +387,11 @@ def resident_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: L
 def optimizer_bytes(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns) -> tuple[Ints, Ints]:
     """Count the optimizer's states on one rank, and the temporaries of its step.
 
-    torch's foreach Adam, which runs without TransformerEngine, needs 4 temporary bytes a parameter. Gradients that are
-    not fp32 are copied to fp32, which needs another 4 bytes a parameter. The precision-aware optimizer instead copies
-    each state that is not fp32 to fp32, for all dense or for all expert parameters at once. The optimizer steps dense
-    parameters and expert parameters one after the other (TE 2.8, optimizers/fused_adam.py, step). Optimizers other than
-    Adam and SGD are counted as Adam.
+    torch's foreach Adam, which runs without TransformerEngine, needs 4 temporary bytes a parameter. The optimizer
+    copies gradients that are not fp32 to fp32, which needs another 4 bytes a parameter. The precision-aware optimizer
+    instead copies each state that is not fp32 to fp32, for all dense or for all expert parameters at once. The
+    optimizer updates dense parameters and expert parameters one after the other (TE 2.8, optimizers/fused_adam.py,
+    step). Optimizers other than Adam and SGD are counted as Adam.
     """
     resident = resident_parameters(job, dense, expert, layout)
     options = performance_options(job)
@@ -406,9 +409,9 @@ def state_bytes_per_parameter(job: Job) -> int:
     """Return the bytes of optimizer states on a rank for each parameter that the rank's optimizer holds.
 
     Adam keeps two moments of 4 bytes and, for 2-byte weights, an fp32 copy of 4 bytes. SGD keeps one momentum of 4
-    bytes and the fp32 copy. The precision-aware optimizer keeps moments in chosen types. The precision-aware optimizer
-    keeps only the lower half of a bf16 weight's fp32 copy, because the weight itself is the upper half (MC
-    optimizer/__init__.py:365-390, optimizer_config.py:192, 351-384).
+    bytes and the fp32 copy. The precision-aware optimizer keeps moments in the types that the user's flags choose. The
+    precision-aware optimizer keeps only the lower half of a bf16 weight's fp32 copy, because the weight itself is the
+    upper half (MC optimizer/__init__.py:365-390, optimizer_config.py:192, 351-384).
     """
     if job.optimizer == "sgd" or not performance_options(job).use_precision_aware_optimizer:
         states = OPTIMIZER_STATE_BYTES.get(job.optimizer, OPTIMIZER_STATE_BYTES["adam"])
@@ -421,9 +424,9 @@ def step_bytes_per_parameter(job: Job) -> int:
 
     The gradient is read for the norm and for the step, each state is read and written, the weight is written: 8 + 24 +
     2 for Adam on 16-bit weights. An fp32 weight, or a bf16 weight that is half of its fp32 copy, is also read. A state
-    in a chosen type is copied to fp32 and back (see `optimizer_bytes`). Only the precision-aware optimizer reads 16-bit
-    gradients directly. Other optimizers read an fp32 copy of the gradients. The time for making the copy is not
-    counted.
+    that is not fp32 is copied to fp32 and back (see `optimizer_bytes`). Only the precision-aware optimizer reads 16-bit
+    gradients directly. Other optimizers read an fp32 copy of the gradients. The bytes moved to make this fp32 copy are
+    not counted.
     """
     is_aware = performance_options(job).use_precision_aware_optimizer
     gradient = gradient_bytes_per_parameter(job) if is_aware else FP32_BYTES

@@ -14,12 +14,13 @@ from pipette_launch.facts.measurements import CollectiveKind
 from pipette_launch.facts.model import LayerKind
 
 _GRADIENT_BYTES = 8
-"""Bytes moved for each weight in a micro-batch: gradient accumulation fusion reads and writes its fp32 gradient."""
+"""Bytes moved for each weight in a micro-batch, because gradient accumulation fusion reads and writes the weight's fp32
+gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Product:
-    """`count` matrix products of m x k by k x n."""
+    """Group of `count` matrix products of m x k by k x n."""
 
     m: float
     n: float
@@ -28,7 +29,7 @@ class Product:
     is_linear: bool = False
     """True for a linear of Transformer Engine, which can run in FP8 or FP4."""
     rate: float = 1.0
-    """Speed relative to one large product; only products of routed experts have a rate below 1."""
+    """Speed relative to one large product, below 1 only for products of routed experts."""
 
     @property
     def is_routed(self) -> bool:
@@ -84,7 +85,8 @@ def is_captured(options: PerformanceOptions, module: str) -> bool:
     """Return True if a CUDA graph launches a module, or with `ITERATION` the whole step."""
     if options.graphs.impl == ITERATION:
         return module == ITERATION
-    # Names of modules from release 0.18 on are not priced, because predictions for NVIDIA's hybrid models became worse.
+    # Graph scopes named as since release 0.18 do not lower the predicted time, because predictions for NVIDIA's hybrid
+    # models became worse.
     return options.graphs.impl != "none" and module in options.cuda_graph_scope
 
 
@@ -93,8 +95,8 @@ def matrix(
 ) -> PassLoads:
     """Return the work of y = xW in the forward, and of dx = dy W' and dW = x' dy with accumulation in the backward.
 
-    x has `rows` tokens and `inputs` columns, and y has `outputs` columns. There are `count` matrices, each with its own
-    tokens. `Product` explains `is_linear` and `rate`.
+    Tensor x has `rows` tokens and `inputs` columns, and tensor y has `outputs` columns. The result is for `count`
+    matrices, each with its own tokens. `Product` explains `is_linear` and `rate`.
     """
     shapes = ((rows, outputs, inputs), (rows, inputs, outputs), (outputs, inputs, rows))
     forward, input_grad, weight_grad = (
@@ -113,7 +115,7 @@ Group: TypeAlias = Literal["tp", "cp", "ep", "etp", "ep_etp", "shard", "expert_s
 """A field of `communication.groups.Groups`."""
 OfLayer: TypeAlias = tuple[Literal["forward", "backward"], LayerKind]
 Behind: TypeAlias = Literal["core_attention_s", "input_grad_s", "weight_grad_s", "forward_s", "other_layer_s"] | OfLayer
-"""Compute that hides a collective: a field of `Hiding`, or a pass of a whole layer of a kind."""
+"""Name of the compute that hides a collective: a field of `Hiding`, or the pass of a layer of one kind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,11 +133,11 @@ class Hiding:
     other_layer_s: float = 0.0
     """A quarter of a layer's forward and backward seconds, which hides one token exchange of another micro-batch."""
     layers_s: Mapping[OfLayer, float] = field(default_factory=dict)
-    """Seconds of one pass of a layer of each kind, the backward with recompute. The pass of a layer hides exchanges of
-    the next layer's weights and of the previous layer's gradients."""
+    """Seconds of the forward and of the backward with recompute, for a layer of each kind. Each pass of a layer hides
+    exchanges of the next layer's weights and of the previous layer's gradients."""
 
     def seconds(self, behind: Behind) -> float:
-        """Return the field or layer pass that `behind` names, in seconds; 0 if the pass was not given."""
+        """Return the seconds of compute that `behind` names; 0 s if the seconds of this pass are unknown."""
         return self.layers_s.get(behind, 0.0) if isinstance(behind, tuple) else float(getattr(self, behind))
 
 
@@ -154,9 +156,9 @@ class Exchange:
     behind: Behind | None = None
     """Compute that hides each of these collectives; None if no compute hides them."""
     behind_share: float = 1.0
-    """Share of the compute `behind` that can hide this collective."""
+    """Share of the compute named by `behind` that can hide this collective."""
     hidden_s: float = 0.0
-    """Hidden seconds of each collective, filled in from a `Hiding`."""
+    """Seconds of each collective that compute can hide, taken from a `Hiding`."""
 
     @classmethod
     def of(
@@ -169,7 +171,10 @@ class Exchange:
         behind: Behind | None = None,
         share: float = 1.0,
     ) -> Exchange:
-        """Return a collective from arrays of its counts on each stage; the fields explain the arguments."""
+        """Return an `Exchange` from arrays of its counts on each stage.
+
+        The fields of `Exchange` explain the arguments.
+        """
         forward, backward = tuple(map(float, forward_S)), tuple(map(float, backward_S))
         return cls(kind, group, float(size_bytes), forward, backward, behind, share)
 

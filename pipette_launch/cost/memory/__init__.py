@@ -1,1 +1,1 @@
-"""Peak memory of every pipeline rank, and the bytes that a process holds beside its tensors."""
+"""Peak memory of every pipeline rank, and the bytes that a training process holds beside its tensors."""

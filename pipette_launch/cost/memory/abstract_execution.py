@@ -1,6 +1,6 @@
-"""Memory by abstract execution: a worker process runs megatron-core as one rank, without a GPU.
+"""Memory count by abstract execution: a worker process runs megatron-core as one rank, without a GPU.
 
-Requests and answers are lines of JSON, so this module does not import torch.
+Requests to the worker and its answers are lines of JSON, so this module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pipette_launch.facts.messages import ExecutedMemory, ExecutionAnswer, Execu
 
 WORKER = ("-u", "-m", "pipette_patches.abstract")
 REVISION = 8
-"""Revision of the counting. A change of the counting must raise this number, because cached answers of other revisions
-are not read."""
+"""Revision number of the worker's counting. Raise this revision number with every change of the counting, because
+cached answers of other revisions are not read."""
 LIMIT_S = 300.0
-"""Time limit of an answer. Most answers take seconds, but megatron-core's recompute of `mlp` never ends if the MLP has
-biases (0.16.1)."""
+"""Seconds in which the worker must answer a request. Most answers of the worker take seconds, but megatron-core's
+recompute of `mlp` never ends if the MLP has biases (0.16.1)."""
 _ERROR_LINES = 3
 
 
@@ -63,7 +63,7 @@ def execute(
 
 
 class Executor(contextlib.AbstractContextManager["Executor"]):
-    """One worker process for many requests, because importing megatron-core takes longer than an answer.
+    """Worker process that answers many requests, because importing megatron-core takes longer than an answer.
 
     The process starts with the first request that the cache cannot answer.
     """
@@ -80,7 +80,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         self.close()
 
     def close(self) -> None:
-        """End the worker; the next request starts another."""
+        """End the worker process. The next request starts a new worker process."""
         self._worker = None
         with contextlib.suppress(BrokenPipeError):
             self._resources.close()
@@ -88,7 +88,8 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
     def execute(self, job: Job, layout: Layout, pp_ranks: Sequence[int]) -> tuple[ExecutedMemory, ...]:
         """Count the bytes of one rank of each pipeline rank in `pp_ranks`, from the cache or by the worker."""
         if sharding_of(job):
-            # Megatron-FSDP needs a process group with all ranks of the mesh, and frees storage behind tensors.
+            # Abstract execution cannot run Megatron-FSDP, which needs a process group with all ranks and frees storage
+            # of tensors.
             raise PlanError("abstract execution runs no FSDP; count by formula with --method closed")
         if job.model.hybrid:
             raise PlanError("abstract execution builds no hybrid models; count by formula with --method closed")
@@ -126,7 +127,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         return answer.ranks
 
     def _exchange(self, line: str) -> tuple[str, bool]:
-        """Send a line; return the worker's answer (empty if the worker ended), and True if the time ran out."""
+        """Send a line; return the worker's answer (empty if it ended), and True if the time limit passed."""
         worker = self._worker = self._worker or self._started()
         assert worker.stdin
         assert worker.stdout
@@ -149,7 +150,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
             clock.cancel()
 
     def _started(self) -> subprocess.Popen[str]:
-        """Start a worker that ends with `close`, and keep its stderr."""
+        """Start a worker process, which `close` ends, and keep its stderr for error messages."""
         self._errors = self._resources.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8"))  # noqa: SIM115
         try:
             worker = subprocess.Popen(
@@ -168,7 +169,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         return worker
 
     def _last_errors(self) -> str:
-        """Wait for the worker's end, and return the last lines of its stderr."""
+        """Wait until the worker process has ended, and return the last lines of its stderr."""
         assert self._worker
         code = self._worker.wait()
         self._errors.seek(0)
@@ -182,7 +183,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         try:
             memory: ExecutedMemory = _read(ExecutedMemory, read_bytes(self._cache / _name(job, layout, pp_rank)))
         except FileFormatError:
-            # A file that cannot be read is computed again and overwritten.
+            # If a cache file cannot be read, its answer is computed again and the file is overwritten.
             return None
         return memory
 

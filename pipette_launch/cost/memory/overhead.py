@@ -1,8 +1,8 @@
-"""Bytes that a rank's device holds beside the model's own tensors; each figure is measured or a stated default.
+"""Bytes that a rank's device holds beside the model's tensors, with each figure measured or a stated default.
 
 Every part of pipette-launch uses one rule: a layout fits if `reserve * (model's peak + workspace) + context +
-communicators` stays below the device's memory minus a margin. Uneven routing of tokens to experts and fragmentation
-beyond the allocator's reserve are left out.
+communicators` stays below the device's memory minus a margin. The rule leaves out uneven routing of tokens to experts,
+and fragmentation beyond the allocator's reserve.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUM_CUBLAS_THREADS = 2
 """Number of threads with a cuBLAS workspace: the main thread and autograd's thread for the backward."""
 NUM_GROUPED_GEMM_STREAMS = 4
 NUM_OVERLAP_STREAMS = 3
-"""Streams that share TransformerEngine's own workspace under `--tp-comm-overlap` (pytorch/module/base.py)."""
+"""Number of streams that share TransformerEngine's own workspace under `--tp-comm-overlap` (pytorch/module/base.py)."""
 _KIB = 1 << 10
 _HOPPER = 9
 _LARGE_BYTES = 32 << 20
@@ -39,15 +39,16 @@ MOE_RESERVE = 1.15
 RESERVE_SOURCE = "default: max reserved over max allocated in public Megatron logs, dense 1.004-1.06, MoE 1.1-1.2"
 EXPANDABLE_SHARE = 0.54
 """Reserved minus allocated bytes with expandable segments, divided by the same difference without expandable segments.
-The median of 6 groups of ranks in STAlloc's artifact, whose ratios are 0.08 to 0.89 (github.com/infinigence/STAlloc,
-example/analyze). A 7B model of cosmos-rl also has 0.54 (pull request 388 of cosmos-rl)."""
+The value is the median of 6 groups of ranks in STAlloc's artifact, with ratios from 0.08 to 0.89
+(github.com/infinigence/STAlloc, example/analyze). For a 7B model, pull request 388 of cosmos-rl reports the same ratio,
+0.54."""
 EXPANDABLE_SOURCE = (
     f"default with expandable segments: {EXPANDABLE_SHARE:.0%} of the usual reserve, as max reserved over max "
     f"allocated of Megatron-LM in STAlloc's artifact (arXiv 2507.16274)"
 )
 MOST_RESERVE = 1.2
-"""Largest ratio of reserved to allocated bytes that counts as needed. More reserved memory is a cache, which torch's
-allocator frees before it runs out of memory."""
+"""Upper limit on the ratio of reserved to allocated bytes. Reserved memory above this ratio is a cache, which torch's
+allocator frees before a job runs out of memory."""
 CONTEXT_BYTES = 500_000_000
 CONTEXT_SOURCE = "default: a CUDA context takes 300 to 500 MB"
 COMMUNICATOR_BYTES = 500_000_000
@@ -55,22 +56,23 @@ COMMUNICATOR_SOURCE = (
     "default: 0.5 GB for each of tp, cp, pp, dp and ep above 1 (arXiv 2411.06465); NCCL users report 0.5 to 4 GB"
 )
 RING_BATCHED = 2
-"""Number of ranks in a ring for which Transformer Engine exchanges keys and values in batches (`batch_p2p_comm`)."""
+"""Number of ranks in a context-parallel ring for which Transformer Engine sends keys and values in batches
+(`batch_p2p_comm`)."""
 UNKNOWN_CAPABILITY = 9
 NATIVE = "native"
-"""torch's own allocator, the default of the option `backend`."""
+"""Name of torch's own allocator, the default of the option `backend`."""
 UNCOUNTED_OPTIONS = ("backend", "max_split_size_mb", "per_process_memory_fraction", "roundup_power2_divisions")
-"""Options of torch's allocator that change the reserve in an unknown way."""
+"""Options of torch's allocator that change the reserved bytes in an unknown way."""
 MEASURED = "measured by the warm-up"
 
 
 def workspace_bytes(job: Job, *, capability: int) -> int:
     """Count the workspaces of matrix libraries that a rank holds from its first step on.
 
-    Sizes are read from the libraries' sources. PyTorch gives each pair of thread and stream that multiplies matrices a
-    cuBLAS workspace and never frees it. A training rank has two such workspaces, because the main thread runs forwards
-    and autograd's own thread runs backwards (ATen, CublasHandlePool.cpp). As in PyTorch, a value of
-    CUBLAS_WORKSPACE_CONFIG without any `:SIZE:COUNT` is ignored. TransformerEngine adds one workspace
+    The sizes of workspaces come from the source code of these libraries. PyTorch gives each pair of thread and stream
+    that multiplies matrices a cuBLAS workspace and never frees it. A training rank has two cuBLAS workspaces, because
+    the main thread runs forwards and autograd's own thread runs backwards (ATen, CublasHandlePool.cpp). As in PyTorch,
+    a value of CUBLAS_WORKSPACE_CONFIG without any `:SIZE:COUNT` is ignored. TransformerEngine adds one workspace
     (`get_cublas_workspace_size_bytes`), and four workspaces for grouped GEMMs, one for each stream
     (`get_multi_stream_cublas_workspace`). `capability` is the major number of the compute capability, 9 for H100.
     """
@@ -86,7 +88,7 @@ def workspace_bytes(job: Job, *, capability: int) -> int:
 
 
 class Figure(NamedTuple):
-    """A number of bytes or a ratio, and a text that names its origin."""
+    """A number of bytes or a ratio, with a text that names the number's origin."""
 
     value: float
     source: str
@@ -97,17 +99,17 @@ class Overhead:
     """Bytes that a rank's device holds beside the model's tensors, and the allocator's reserve as a ratio."""
 
     workspace: Figure
-    """Workspaces of cuBLAS and Transformer Engine, inside torch's allocator."""
+    """Bytes of the workspaces of cuBLAS and Transformer Engine, inside torch's allocator."""
     context: Figure
-    """Memory of the CUDA context and of CUDA's libraries, outside torch's allocator."""
+    """Bytes of the CUDA context and of CUDA's libraries, outside torch's allocator."""
     communicators: Figure
-    """NCCL communicators of all groups of the rank."""
+    """Bytes of the NCCL communicators of all groups of the rank."""
     reserve: Figure
-    """Bytes that the allocator reserves at its peak, divided by the bytes it has allocated; at least 1."""
+    """Ratio, at least 1, of the bytes that torch's allocator reserves at its peak to the bytes it has allocated."""
 
     @property
     def outside_bytes(self) -> int:
-        """Bytes that never pass through torch's allocator."""
+        """Bytes on the device that never pass through torch's allocator: context and communicators."""
         return int(self.context.value) + int(self.communicators.value)
 
     def device_peak_bytes(self, allocated_bytes: int) -> int:
@@ -115,7 +117,7 @@ class Overhead:
         return math.ceil(self.reserve.value * (allocated_bytes + int(self.workspace.value))) + self.outside_bytes
 
     def limit_bytes(self, capacity_bytes: int, *, memory_margin: float) -> int:
-        """Return the most bytes of the model's tensors with which the device keeps its margin; at least 0."""
+        """Return the most bytes that the model's tensors may take so that the device keeps its margin; at least 0."""
         inside = allowed_bytes(capacity_bytes, memory_margin=memory_margin) - self.outside_bytes
         return max(0, math.floor(inside / self.reserve.value) - int(self.workspace.value))
 
@@ -128,7 +130,7 @@ class Overhead:
         )
 
     def notes(self) -> tuple[str, ...]:
-        """Return the origin of every figure that is not 0, one sentence each."""
+        """Return one sentence about the origin of each overhead figure that is not 0."""
         named = {"Workspaces inside the allocator": self.workspace, "Context": self.context}
         named["Communicators"] = self.communicators
         notes = [f"{name}: {one.value / MIB:.0f} MiB, {one.source}." for name, one in named.items() if one.value]
@@ -140,8 +142,9 @@ class Overhead:
 def uncounted(job: Job) -> tuple[str, ...]:
     """Return sentences about flags that change the memory of devices but not the predicted memory.
 
-    No formula for the memory of CUDA graphs is published. NVIDIA's notes mention some GB for Transformer Engine's
-    graphs, above 10 GB with a pipeline. For graphs of whole iterations the notes mention 1.5 to 2 times the peak.
+    No formula for the memory of CUDA graphs is published. NVIDIA's notes report some GB for Transformer Engine's
+    graphs, and above 10 GB in pipelines. For graphs of whole iterations, NVIDIA's notes report 1.5 to 2 times the peak
+    without graphs.
     """
     options, found = performance_options(job), []
     names = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
@@ -185,7 +188,8 @@ def overhead_of(
     """Return the bytes that a rank of this layout holds beside the model; measured figures replace defaults.
 
     `device_kind` is `cuda` or `cpu`, and the driver or the user gives `device_name`. `capability` is the major number
-    of the compute capability; None = the number that belongs to the name. Without `measured` all figures are defaults.
+    of the compute capability; None = the number that belongs to the name. Without `measured` all figures of the
+    overhead are defaults.
     """
     measured_bytes = measured.overhead_bytes if measured else None
     if device_kind == "cpu":
@@ -217,7 +221,7 @@ def overhead_of(
 
 
 def measured_overhead(job: Job, layout: Layout, measured: Measurements) -> Overhead:
-    """Return the overhead of a rank on measured machines."""
+    """Return the overhead of a rank, with the figures that the warm-up measured on the machines."""
     device, capability = measured.cluster.hosts[0].devices[0], capability_of_cluster(measured.cluster)
     return overhead_of(
         job, layout, device_kind=device.kind, device_name=device.name, capability=capability, measured=measured
@@ -244,7 +248,7 @@ def _reserve(job: Job, readings: Sequence[StageReading]) -> Figure:
 
 
 def has_expandable_segments(job: Job) -> bool:
-    """Return True if torch's own allocator expands its segments; other backends ignore the option."""
+    """Return True if torch's own allocator uses expandable segments. Other allocator backends ignore the option."""
     options = allocator_options(job.allocator_config)
     return options.get("backend", NATIVE) == NATIVE and options.get(EXPANDABLE) == "True"
 
@@ -254,7 +258,7 @@ def num_group_kinds(layout: Layout) -> int: ...
 @overload
 def num_group_kinds(layout: LayoutColumns) -> Ints: ...
 def num_group_kinds(layout: Layout | LayoutColumns) -> int | Ints:
-    """Count the degrees among tp, cp, pp, dp and ep that are above 1; each adds the default bytes of communicators."""
+    """Count the degrees tp, cp, pp, dp and ep above 1, each of which adds the default bytes of communicators."""
     return sum(several(size) for size in (layout.tp, layout.cp, layout.pp, layout.dp * layout.cp, layout.ep))
 
 
@@ -267,32 +271,35 @@ def num_communicators(job: Job, layout: Layout | LayoutColumns) -> int | Ints:
 
     torch opens a communicator for each group at the group's first collective or batch of messages. A plain isend or
     irecv opens a communicator of the two ranks instead (ProcessGroupNCCL.cpp, pointToPoint). Groups of one rank have no
-    communicator. Groups for sharded weights, checkpoints and MoE's auxiliary losses are left out. parallel_state.py
-    makes the groups; each comment below names the file that uses the group.
+    communicator. Groups for sharded weights, checkpoints and MoE's auxiliary losses are left out. Megatron's
+    parallel_state.py makes the groups, and each comment in the function names the Megatron file that uses a group.
     """
     options, model = performance_options(job), job.model
     world = several(layout.tp * layout.cp * layout.pp * layout.dp)
     pipeline, gradients = several(layout.pp), several(layout.dp * layout.cp)
     return (
-        # training.py, pretrain(): the start time is reduced over all ranks.
+        # Megatron's training.py, pretrain(), reduces the start time over all ranks.
         world
         + several(layout.tp)
         # finalize_model_grads.py, _allreduce_word_embedding_grads().
         + pipeline * (not model.untie_embeddings_and_output_weights)
         # training.py, train_step(): logical_and_across_model_parallel_group().
         + several(layout.tp * layout.pp)
-        # optimizer/__init__.py: the gradient norm of the distributed optimizer has its own group of all ranks.
+        # In optimizer/__init__.py, the gradient norm of the distributed optimizer has its own group of all ranks.
         + world * (layout.use_distributed_optimizer > 0)
-        # param_and_grad_buffer.py: inside an instance of the distributed optimizer, and between instances.
+        # param_and_grad_buffer.py uses one group inside each instance of the distributed optimizer, and one between
+        # instances.
         + gradients * (1 + (options.num_distributed_optimizer_instances > 1))
-        # p2p_communication.py: batched messages use the pipeline group; with overlap, messages of a rank with each of
-        # its two neighbours use a communicator of the pair. With two stages one of the communicators belongs to the
-        # group of all ranks.
+        # In p2p_communication.py, batched messages use the pipeline group. With overlap, a rank and each of its two
+        # neighbours use a communicator of the pair. With two stages, one of these communicators belongs to the group of
+        # all ranks.
         + pipeline * (1 + several(layout.vpp) * options.overlap_p2p_comm)
-        # Transformer Engine's ring: batched for two ranks, else plain messages to the next rank and from the previous.
+        # Transformer Engine's ring sends batched messages between two ranks, else plain messages from each rank to the
+        # next.
         + several(layout.cp)
         + (layout.cp > RING_BATCHED) * (RING in options.cp_comm_type)
-        # token_dispatcher.py and experts.py: tokens, their counts, tensor-parallel experts, experts' gradients.
+        # token_dispatcher.py and experts.py have groups for tokens and their counts, tensor-parallel experts, and
+        # experts' gradients.
         + bool(model.num_experts)
         * (
             several(layout.ep)
@@ -313,10 +320,10 @@ def several(size: int | Ints) -> int | Ints:
 
 
 class MeasuredStages:
-    """Measured memory of a job's stages; empty if the warm-up measured another job.
+    """Memory of a job's stages as the warm-up measured it; empty if the warm-up measured another job.
 
-    On CPU the peak is the bytes of the counted tensors, as in predictions. The process's resident set would include the
-    interpreter and gaps in the heap, which predictions do not include.
+    On CPU the peak counts only the bytes of tensors, as predictions do. The resident set of the process also includes
+    the interpreter and gaps in the heap, which predictions do not include.
     """
 
     def __init__(self, job: Job, measurements: Measurements) -> None:

@@ -1,11 +1,11 @@
-"""Peak bytes on each pipeline rank, for one layout or for many at once, as an analytic sum.
+"""Peak bytes on each pipeline rank as a sum of formulas, for one layout or for many layouts at once.
 
 The peak is the larger need of forward and backward, and of the optimizer step. Left out are bytes outside the model's
 tensors (context, communicators, workspaces and fragmentation are in `overhead`), and the alignment of each parameter
 within its bucket.
 
 The sizes of a layer's tensors are computed once for all layouts with equal degrees, micro-batch and recompute. numpy
-then copies the sizes to the stages of all layouts. A single layout is a column of length 1.
+then copies the sizes to the stages of all layouts. A single layout is computed as a column of length 1.
 """
 
 # N = layouts, S = stages (pipeline ranks) of all layouts, layout by layout, C = chunks of all layouts. R = stages of
@@ -37,35 +37,37 @@ from pipette_launch.text import bytes_text, plural
 Bytes = TypeVar("Bytes", int, NDArray[np.int64])
 
 _LAYER: tuple[Field, ...] = ("tp", "cp", "ep", "etp", "micro_batch_size", "sequence_parallel", "recompute")
-"""Fields of a layout that decide the bytes of a layer and of the model's ends."""
+"""Fields of a layout that decide the bytes of a layer, of the embedding and of the head."""
 _PARAMETERS: tuple[Field, ...] = ("tp", "pp", "ep", "etp", "vpp", "layers_per_chunk", "chunks_after_mtp")
 """Fields of a layout that decide the number of parameters of a stage."""
 _SHARDS: tuple[Field, ...] = ("dp", "cp", "use_distributed_optimizer")
-"""Further fields of a layout that decide the optimizer states of a stage."""
+"""Fields that, beside `_PARAMETERS`, decide the optimizer states of a stage."""
 _ENDS_LOAD = (0, 15)
-"""First release in which only the first and the last chunk load data. In earlier releases, all chunks of the first and
-of the last rank load data."""
+"""First Megatron release in which only the first and the last chunk load data. Before this release, all chunks of the
+first and of the last rank load data."""
 
 NO_MASK = "--no-create-attention-mask-in-dataloader"
 MATTERS = 0.01
 """Smallest share of a stage's peak for which a note names the attention mask."""
 _RESET = "--reset-attention-mask"
 _SFT_ASSERTS = (0, 16)
-"""First release whose data set for --sft asserts that no mask is requested (sft_dataset.py, __getitem__)."""
+"""First Megatron release whose data set for --sft asserts that no attention mask is requested (sft_dataset.py,
+__getitem__)."""
 _HOST_BYTES = 8
-"""Host bytes for each entry of a mask: a matrix of ones, and its lower triangle, both in fp32 (gpt_dataset.py)."""
+"""Host bytes for each entry of an attention mask: a matrix of ones, and its lower triangle, both in fp32
+(gpt_dataset.py)."""
 
-# The caches hold figures that a search needs again for most of its batches of layouts.
+# Caches for figures of layers and parameter counts, which a search needs again for most batches of layouts.
 _LAYERS: Memo[Memo[dict[str, int]]] = Memo()
 _COUNTS: Memo[Memo[Ints]] = Memo()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeakParts(Generic[Bytes]):
-    """Bytes by kind at the peak: numbers for one pipeline rank, or columns for many."""
+    """Bytes by kind at the peak, as numbers for one pipeline rank or as columns for many pipeline ranks."""
 
     weights: Bytes
-    """Bytes of weights, with their copies in FP8."""
+    """Bytes of weights and of their FP8 copies."""
     gradients: Bytes
     optimizer: Bytes
     shared_buffer: Bytes
@@ -80,12 +82,12 @@ class PeakParts(Generic[Bytes]):
     recompute: Bytes
     """Bytes of activations of one recomputed layer while the layer's backward runs."""
     backward: Bytes
-    """Largest extra bytes that a layer's backward needs for a while. With offloading the number may belong to a forward
-    between two backwards."""
+    """Largest extra bytes that a layer's backward needs for a while. With activation offloading, a forward between two
+    backwards may need the most extra bytes."""
     mask: Bytes
     """Bytes of the data loader's attention mask while a forward pass runs."""
     loading: Bytes
-    """Bytes of the whole attention mask while it is loaded, minus the bytes that the next forward pass will keep."""
+    """Bytes of the whole attention mask during its loading, minus the bytes that the next forward pass will keep."""
     head: Bytes
     """Bytes of final norm, logits and loss of one micro-batch, and of the last layer's activations that offloading
     moves only afterwards."""
@@ -96,16 +98,16 @@ class PeakParts(Generic[Bytes]):
     optimizer_step: Bytes
     """Bytes of temporaries of the optimizer step, which runs when no activations are kept."""
     whole: Bytes
-    """Bytes that FSDP holds whole beside the shards: gathered layers, waiting gradients, embedding and head."""
+    """Unsharded bytes that FSDP holds beside the shards: gathered layers, waiting gradients, embedding and head."""
 
     @property
     def static(self) -> Bytes:
-        """Bytes held during the whole step."""
+        """Bytes that the rank holds during the whole step."""
         return self.weights + self.gradients + self.optimizer + self._lasting
 
     @property
     def total(self) -> Bytes:
-        """The peak: static bytes, plus the larger of forward-backward and optimizer step."""
+        """Bytes at the peak: static bytes, plus the larger need of forward and backward, or of the optimizer step."""
         larger = max if isinstance(self.weights, int) else np.maximum
         return self.static + larger(self._kept + reduce(larger, self._instants), self.optimizer_step)
 
@@ -119,7 +121,7 @@ class PeakParts(Generic[Bytes]):
 
     @property
     def _instants(self) -> tuple[Bytes, Bytes, Bytes]:
-        """Bytes at three times: in a forward with the loss, in a layer's backward, and while a mask is loaded."""
+        """Bytes at three times: in a forward with the loss, in a layer's backward, and during mask loading."""
         return self.mask + self.head, self.recompute + self.backward, self.loading
 
 
@@ -201,8 +203,8 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
         loading=_loading(stages, layer, beyond, *chunks),
         head=stages.spread(0, last=layer["head"]),
         deferred=stages.spread(0, last=np.where(has_pipeline, deferred, 0)),
-        # Three tensors: the received tensor, the sent tensor, and the tensor sent before. torch holds a sent tensor
-        # until NCCL's watchdog has seen the end of the send.
+        # A rank holds three message tensors: the received tensor, the sent tensor, and the tensor sent before. torch
+        # holds a sent tensor until NCCL's watchdog has seen the end of the send.
         buffers=stages.spread(np.where(has_pipeline, 3 * layer["stream"], 0)),
         optimizer_step=optimizer_step,
         whole=stages.spread(_whole(layouts, layer)),
@@ -211,7 +213,10 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
 
 
 class _Stages:
-    """All stages of several layouts in one row; raises LayoutError if a layout divides the batch unevenly."""
+    """Stages of several layouts, in one row for all layouts.
+
+    LayoutError is raised if a layout divides the batch unevenly.
+    """
 
     def __init__(self, job: Job, layouts: LayoutColumns) -> None:
         self.layouts = layouts
@@ -221,15 +226,15 @@ class _Stages:
         self.starts_N: Ints = np.cumsum(layouts.pp) - layouts.pp
         self.last_N: Ints = self.starts_N + layouts.pp - 1
         self.row_S: Ints = np.repeat(np.arange(len(layouts)), layouts.pp)
-        """Layout of each stage."""
+        """Index of the layout to which each stage belongs."""
         self.stage_S: Ints = np.arange(len(self.row_S)) - self.starts_N[self.row_S]
 
     def spread(
         self, size_N: Ints | int, *, first: Ints | None = None, last: Ints | None = None, prediction: Ints | None = None
     ) -> Ints:
-        """Give all stages of a layout one size, except its first, last and multi-token prediction's stage.
+        """Give all stages of a layout one size, except its first, its last and its multi-token prediction stage.
 
-        If a layout has a single stage, the stage gets `last`.
+        The only stage of a layout gets the size `last`.
         """
         pp = self.layouts.pp
         size_S: Ints = np.repeat(size_N + 0 * pp, pp)
@@ -242,7 +247,7 @@ class _Stages:
         return size_S
 
     def walked(self, some: Ints, sizes: Iterable[tuple[int, ...]]) -> Ints:
-        """Count the peak bytes of some stages by walking through their schedules, given the bytes of their chunks."""
+        """Count the peak bytes of stages from the bytes of their chunks and the passes of their schedules."""
         layouts, row = self.layouts, self.row_S[some]
         shapes = layouts.pp[row], layouts.vpp[row], layouts.microbatch_group_size[row]
         columns = (*shapes, self.stage_S[some], self.microbatches_N[row])
@@ -263,7 +268,7 @@ def _by_layer(job: Job, layouts: LayoutColumns) -> dict[str, Ints]:
 
 
 def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
-    """Return the bytes of one layer and of the model's ends."""
+    """Return the bytes of one layer, of the embedding and of the head."""
     own, modules = sorted({*job.model.layer_kinds}), recompute_modules(layout)
     units = [kinds.kind_activations(job, layout, kind) for kind in own]
     away = [kinds.offloaded(job, layout, kind) for kind in own]
@@ -304,8 +309,8 @@ def shared_buffer_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
     """Count the bytes of Megatron's global buffer, which is as large as the largest tensor that uses it.
 
     Under sequence parallelism Megatron's own linear layers store their gathered input in this buffer. With
-    TransformerEngine only the head is such a layer. The all-gather dispatcher stores gathered tokens, and local
-    attention stores scores. `has_head` is True for the last pipeline rank.
+    TransformerEngine only the head is one of Megatron's own linear layers. The all-gather dispatcher stores gathered
+    tokens in this buffer, and local attention stores its scores there. `has_head` is True for the last pipeline rank.
     """
     block = Attention(job.model, layout)
     gathers = layout.sequence_parallel and layout.tp > 1 and (job.model.transformer_impl == "local" or has_head)
@@ -314,7 +319,7 @@ def shared_buffer_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
 
 
 def _states(job: Job, layouts: LayoutColumns, stages: _Stages) -> tuple[Ints, ...]:
-    """Return columns of S: weights, gradients, optimizer states and the optimizer step's temporaries."""
+    """Return the bytes of weights, gradients, optimizer states and optimizer temporaries on each stage."""
     groups = layouts.groups(*_PARAMETERS, *_SHARDS)
     chosen = layouts.take(groups.first_U)
     cut = chosen.groups(*_PARAMETERS)
@@ -362,8 +367,8 @@ def _whole(layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
 def _recompute(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
     """Count the bytes of activations that recompute restores for a while, for one unit of layers at a time.
 
-    With method `block` the result is 0 unless every layer of a chunk runs again. If a chunk keeps the activations of
-    some layers, the backward of these layers runs first and frees the activations before the recompute.
+    With recompute method `block` the result is 0 unless every layer of a chunk runs again. If some layers of a chunk
+    keep their activations, their backward runs first and frees these activations before the recompute.
     """
     even = job.model.num_layers // (layouts.pp * layouts.vpp)
     sizes = np.array([[max(cut, default=0), min(filter(None, cut), default=0)] for cut in layouts.cuts])
@@ -374,7 +379,7 @@ def _recompute(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints
 
 
 def _recompute_fields(layouts: LayoutColumns) -> Ints:
-    """Return 4 columns of N: 1 for method `uniform`, 1 for `block`, 1 for selective recompute, number of layers."""
+    """Return 4 columns of N: flags for recompute methods `uniform`, `block` and selective, and the number of layers."""
     fields_of = [
         (each.method == "uniform", each.method == "block", each.granularity == "selective", each.num_layers)
         for each in layouts.recomputes
@@ -385,10 +390,10 @@ def _recompute_fields(layouts: LayoutColumns) -> Ints:
 def _chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tuple[Ints, Ints]:
     """Return the index of each layout's first chunk (N), and the bytes that each chunk's layers keep (C).
 
-    The bytes are for one micro-batch. The other chunks of a layout follow its first chunk in model order. Layouts with
-    equal figures share their chunks. Full recompute keeps only the input of each unit. With method `uniform` a unit is
-    k layers. With method `block` each of a chunk's first k layers is a unit, and the chunk's other layers keep all
-    activations.
+    The bytes of chunks are for one micro-batch. The other chunks of a layout follow its first chunk in model order.
+    Layouts with equal bytes share the entries of their chunks. Full recompute keeps only the input of each unit of
+    layers. With recompute method `uniform` a unit is k layers. With recompute method `block` each of a chunk's first k
+    layers is a unit, and the chunk's other layers keep all activations.
     """
     groups = layouts.groups(*_LAYER, "pp", "vpp", "layers_per_chunk", "chunks_after_mtp")
     layouts, layer = layouts.take(groups.first_U), {name: each[groups.first_U] for name, each in layer.items()}
@@ -403,7 +408,7 @@ def _chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tu
             layouts.layout(int(row)).chunk_layers(job.model.num_layers)
         if cut:
             layers[np.isin(rows, mine)] = np.tile(np.array(cut, dtype=np.int64), len(mine))
-    # Number of layers before each chunk in the chunk's own layout.
+    # Number of model layers before each chunk, within the layout of this chunk.
     before = np.cumsum(layers) - layers
     before -= before[starts][rows]
     is_uniform, is_block, _, size = _recompute_fields(layouts)[:, rows]
@@ -426,10 +431,10 @@ def kept_by_chunk(job: Job, layout: Layout) -> tuple[int, ...]:
 
 
 def _live_passes(pp: Ints, vpp: Ints, group_size: Ints, stage: Ints, num_microbatches: Ints) -> Ints:
-    """Count the most forward passes of a stage's chunks whose backward has not run; group size 0 means `pp`.
+    """Count the most micro-batch passes of a stage's chunks whose backward has not run; group size 0 means `pp`.
 
-    1F1B has min(m, p - r) of m micro-batches on rank r of p (Narayanan et al. 2021, section 2.2). The interleaved
-    schedule has the passes of the warm-up and one more pass, but at most all passes (megatron-core,
+    1F1B has min(m, p - r) of m micro-batches on rank r of p (Narayanan et al. 2021, section 2.2). In the interleaved
+    schedule this count is the number of warm-up passes plus one, but at most the number of all passes (megatron-core,
     pipeline_parallel/schedules.py:762-786 of core_v0.16.1).
     """
     ahead = num_warmup(pp, vpp, np.where(group_size > 0, group_size, pp), stage)
@@ -464,17 +469,17 @@ def _live_bytes(stages: _Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
 
 
 def _beyond_first_chunk(stages: _Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
-    """Count how far the first stage's peak exceeds the bytes kept when its first chunk runs its last forward (N).
+    """Count, for each layout, the first stage's peak minus the bytes kept when its first chunk runs its last forward.
 
-    With few micro-batches all forwards of the first chunk run early in the warm-up of an interleaved schedule, when
-    less memory is in use. The result is 0 unless all chunks keep the same bytes.
+    With few micro-batches all forwards of the first chunk run early in the warm-up of an interleaved schedule, when the
+    stage keeps fewer bytes than at its peak. The result is 0 unless all chunks keep the same bytes.
     """
     layouts, microbatches = stages.layouts, stages.microbatches_N
     pp, vpp = layouts.pp, layouts.vpp
     size = np.where(layouts.microbatch_group_size > 0, layouts.microbatch_group_size, pp)
     most = _live_passes(pp, vpp, size, 0 * pp, microbatches)
     before_last_group = (-(-microbatches // size) - 1) * size
-    # Passes that have run when the first chunk has run its last micro-batch.
+    # Number of forward passes that have run when the first chunk has run its last micro-batch.
     own_last = before_last_group * vpp + microbatches - before_last_group
     equal = (vpp > 1) & _have_equal_chunks(pp, vpp, chunk_N, bytes_C)
     return np.where(equal, np.maximum(most - own_last, 0) * bytes_C[chunk_N], 0)
@@ -486,7 +491,8 @@ def peak_live_bytes(
 ) -> int:
     """Count the most bytes that a stage's chunks hold for micro-batches whose backward has not run.
 
-    A chunk runs `group_size` micro-batches in a row (0 means `pp`), and keeps `chunk_bytes_V` for each micro-batch.
+    Each chunk runs `group_size` micro-batches in a row (0 means `pp`), and keeps `chunk_bytes_V` bytes for each
+    micro-batch.
     """
     if vpp == 1:
         return min(num_microbatches, pp - stage) * chunk_bytes_V[0]
@@ -509,12 +515,12 @@ def _chunk_order(vpp: int, num_microbatches: int, group_size: int) -> Ints:
 
 
 def _input_bytes(stages: _Stages, layer: dict[str, Ints], *, all_chunks_load: bool) -> Ints:
-    """Count bytes of the model's inputs, for all live micro-batches of the chunks that load them.
+    """Count the bytes of the model's inputs that chunks load, for all live micro-batches.
 
     The first rank keeps token ids and the embedding's dropout mask. Recompute keeps the attention mask, because the
-    mask is an argument of the recomputed layers. The mask exists in the first chunk, in the last chunk, and in the
-    chunk of multi-token prediction. If `all_chunks_load`, as in releases before core_v0.15, the mask exists in all
-    chunks of the first and of the last rank.
+    mask is an argument of the recomputed layers. The attention mask exists in the first chunk, in the last chunk, and
+    in the chunk of multi-token prediction. If `all_chunks_load` is set, as for releases before core_v0.15, the mask
+    exists in all chunks of the first and of the last rank.
     """
     layouts, mask = stages.layouts, layer["kept_mask"]
     zero, last_chunk = np.zeros_like(layouts.pp), layouts.vpp - 1
@@ -533,7 +539,7 @@ def _input_bytes(stages: _Stages, layer: dict[str, Ints], *, all_chunks_load: bo
 
 
 def _chunk_live(stages: _Stages, some: Ints, chunk: Ints) -> Ints:
-    """Count the most micro-batches that stages `some` hold at once, in chunk number `chunk` or in all chunks (-1)."""
+    """Count the most micro-batches that stages hold at once, in one chunk or in all chunks (`chunk` = -1)."""
     layouts, rows = stages.layouts, stages.row_S[some]
     shape = (layouts.pp[rows], layouts.vpp[rows], layouts.microbatch_group_size[rows], stages.microbatches_N[rows])
     codes = codes_of((*shape, stages.stage_S[some], chunk + 1))
@@ -544,7 +550,7 @@ def _chunk_live(stages: _Stages, some: Ints, chunk: Ints) -> Ints:
 
 
 def _loading(stages: _Stages, layer: dict[str, Ints], beyond: Ints, chunk_N: Ints, bytes_C: Ints) -> Ints:
-    """Count the bytes for loading a mask, minus the bytes of the next forward pass and minus `_beyond_first_chunk`."""
+    """Count the bytes for loading a mask, minus those of the next forward and minus `_beyond_first_chunk`."""
     layouts = stages.layouts
     last = chunk_N + layouts.pp * layouts.vpp - 1
     begun, predicting, ended = (
@@ -552,14 +558,14 @@ def _loading(stages: _Stages, layer: dict[str, Ints], beyond: Ints, chunk_N: Int
         for chunk in (chunk_N, last - layouts.chunks_after_mtp, last)
     )
     first = np.maximum(begun - layer["embedding"] - beyond, 0)
-    # A single stage also keeps the token ids, so it counts as a first stage.
+    # In a layout with a single stage, the stage also keeps the token ids, so it counts as a first stage.
     return stages.spread(0, first=first, last=np.where(layouts.pp == 1, first, ended), prediction=predicting)
 
 
 def folded_peaks(job: Job, layout: Layout, live_bytes: Sequence[int]) -> tuple[MemoryParts, ...]:
     """Predict each pipeline rank's peak in a V placement: two equal chunks a rank, both model ends on the first rank.
 
-    The layout has at least three pipeline ranks, so that under Megatron's placement some rank has no end of the model.
+    The layout has at least three pipeline ranks, so that Megatron's placement has a rank without embedding and head.
     `live_bytes` are the activations of all live micro-batches on each rank.
     """
     first, middle, *_, last = peak_memory_bytes(job, layout)
@@ -573,12 +579,13 @@ def folded_peaks(job: Job, layout: Layout, live_bytes: Sequence[int]) -> tuple[M
 
 
 def without_mask(job: Job) -> Job | None:
-    """Return the job without its data loader's mask; None if it makes no mask, or if attention reads the mask.
+    """Return the job without its data loader's attention mask; None if no mask is made, or if attention reads it.
 
     Causal attention of Transformer Engine's flash and fused backends reads no mask. Unfused attention, Megatron's own
     included, combines the mask with the causal mask, so the mask changes the result only if `--reset-attention-mask`
     separates documents (TE v2.8, dot_product_attention/utils.py, get_full_mask; megatron/core fusions/fused_softmax.py
-    of core_v0.16.1). No plan adds the flag against the mask, because attention of a user's script may read the mask.
+    of core_v0.16.1). Plans never add the flag that prevents the mask, because attention in the user's script may read
+    the mask.
     """
     if not ends.attention_mask_bytes(job, job.own) or (not is_flash(job.model) and _RESET in job.performance_flags):
         return None
@@ -586,7 +593,7 @@ def without_mask(job: Job) -> Job | None:
 
 
 def mask_notes(job: Job, layout: Layout) -> tuple[str, ...]:
-    """Return a sentence with the stage whose peak the mask raises, and the flag that prevents the mask."""
+    """Return a sentence about the stage whose peak the attention mask raises, and the flag that prevents the mask."""
     whole = layout.cp * ends.attention_mask_bytes(job, layout)
     if whole and performance_options(job).sft and job.release >= _SFT_ASSERTS:
         return (

@@ -1,4 +1,4 @@
-"""Time of a pipeline under a schedule: a longest path gives the end of each action, in one pass over the actions."""
+"""Time of a pipeline under a schedule: one loop over the actions computes the end of each action by a longest path."""
 
 # S = stages (model chunks), P = pipeline ranks, A = actions of all ranks, R = pipelines that are priced together, M =
 # micro-batches, N = forwards of one rank (micro-batches times chunks), X = entries of a state, T = turns back in time.
@@ -26,7 +26,8 @@ NANOSECOND_S = 1e-9
 NO_ACTION = -1
 _IN_C = compiled("cost.pipeline._longest_path")
 _ENDS_AT_ONCE = 1 << 21
-"""Pipelines are priced together up to this number of actions (16 MB), or up to `_FEWEST_AT_ONCE` pipelines."""
+"""Pipelines are priced in batches of at most this number of actions (16 MB), but of at least `_FEWEST_AT_ONCE`
+pipelines."""
 _FEWEST_AT_ONCE = 64
 
 
@@ -66,7 +67,7 @@ class StageTimes:
 
     @property
     def durations_s(self) -> list[float]:
-        """Seconds of forwards, backwards and first forwards; then of input and weight gradients, if these are known."""
+        """Seconds of all stages' forwards, backwards, first forwards and, if known, input and weight gradients."""
         again = self.recompute_s or (0.0,) * len(self.forward_s)
         backward_s = [more + seconds for more, seconds in zip(again, self.backward_s, strict=True)]
         input_s = [more + seconds for more, seconds in zip(again, self.input_s, strict=True)] if self.input_s else []
@@ -79,7 +80,7 @@ class StageTimes:
 
     @property
     def expected(self) -> PassTimes:
-        """All times in nanoseconds, with input and weight gradients even if these are unknown."""
+        """Times of passes and messages in nanoseconds, including guessed input and weight gradients if unknown."""
         stages = len(self.forward_s)
         durations = [max(1, round(seconds / NANOSECOND_S)) for seconds in self.durations_s]
         forward, backward, _, *halves = (tuple(durations[at : at + stages]) for at in range(0, len(durations), stages))
@@ -116,9 +117,9 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """The schedule of stock Megatron for given pp, vpp and micro-batches, as columns instead of objects.
+    """Schedule of stock Megatron for given pp, vpp and micro-batches, as columns of numbers instead of objects.
 
-    Raises LayoutError if Megatron would refuse the numbers.
+    Raises LayoutError if Megatron would refuse this combination of pp, vpp and micro-batches.
     """
 
     pp: int
@@ -139,7 +140,7 @@ class Order:
 
     @property
     def layout(self) -> Layout:
-        """A layout whose schedule this is."""
+        """Layout whose schedule the order describes."""
         return Layout(pp=self.pp, vpp=self.vpp, microbatch_group_size=self.group_size if self.vpp > 1 else 0)
 
     @property
@@ -154,7 +155,7 @@ class Order:
 
     @property
     def rank_S(self) -> tuple[int, ...]:
-        """Pipeline rank of each stage."""
+        """Pipeline rank that runs each stage."""
         return tuple(stage % self.pp for stage in range(self.num_stages))
 
     @property
@@ -166,7 +167,7 @@ class Order:
 
     @cached_property
     def columns(self) -> Columns:
-        """Actions as `Schedule.columns` has them: warm-up, then forward and backward in turn, then the cool-down."""
+        """Columns of `Schedule.columns`: actions of warm-up, then forward and backward in turn, then cool-down."""
         # Micro-batch and chunk of each forward of a rank (facts.known_schedules.schedule_table).
         group = self.group_size if self.vpp > 1 else self.num_microbatches
         index_N = np.arange(self.num_microbatches * self.vpp)
@@ -192,8 +193,8 @@ class Order:
     def blocked_A(self) -> NDArray[np.bool_]:
         """True for actions of `columns` before which the rank waits, idle, for the whole time of a message.
 
-        With blocking ends these actions are the forwards of the warm-up, the next forward, and the backwards of the
-        cool-down except the first backward. The message for this first backward was requested during an earlier pass
+        If warm-up and cool-down block, these actions are the warm-up's forwards, the next forward, and all backwards of
+        the cool-down but the first. The message for the cool-down's first backward was requested during an earlier pass
         (schedules.py of core_v0.16.1, forward_backward_pipelining_with_interleaving).
         """
         rank_A, _, kind_A, _ = self.columns
@@ -202,7 +203,7 @@ class Order:
         forwards = self.num_microbatches * self.vpp
         ahead_A = np.minimum(self.warmup_P, forwards)[rank_A]
         is_forward_A = kind_A == FORWARD
-        # Index of each action among the forwards, or among the backwards, of its rank.
+        # Number of forwards (or of backwards) on the same rank before each forward (or backward).
         number_A = np.where(is_forward_A, np.cumsum(is_forward_A), np.cumsum(~is_forward_A)) - rank_A * forwards - 1
         return np.where(is_forward_A, number_A <= ahead_A, number_A > forwards - ahead_A)
 
@@ -213,11 +214,11 @@ class Graph(NamedTuple):
     previous_A: Ints
     """Index of the previous action on the same rank; -1 for a rank's first action."""
     cause_A: Ints
-    """Index of the action whose result each action needs; -1 for no such action. A forward needs the forward of the
-    previous stage. A backward or input gradient needs the gradient of the next stage, or the forward if its stage is
-    the last. A weight gradient has -1, because its rank always runs the input gradient earlier."""
+    """Index of the action whose result each action needs; -1 if the action needs no result. A forward needs the forward
+    of the previous stage. A backward or input gradient needs the gradient of the next stage, or the forward if its
+    stage is the last. A weight gradient has -1, because its rank always runs the input gradient earlier."""
     level_A: Ints
-    """Length of the longest chain of actions that must run before each action."""
+    """Number of actions in the longest chain that must run before each action."""
 
 
 def _graph_of(schedule: Schedule | Order) -> Graph:
@@ -264,20 +265,22 @@ def _levels(cause_A: Ints, bounds_P: Ints, columns: Columns, name: str) -> Ints:
 
 
 class Engine:
-    """A schedule whose actions are sorted so that every cause comes before its effect, to price many pipelines.
+    """Schedule whose actions are sorted so that each follows the actions it waits for, to price many pipelines.
 
     An action starts when the previous action of its rank has ended and the message with its input has arrived. The
     message starts when the action that sends it ends. If the receiver must request the message (`Order.blocked_A`), the
-    message starts after both ends. Sends do not occupy a rank, except at blocking ends: a rank that receives nothing
-    there waits for the end of its own send. The order of the actions depends on the schedule only, so the engine sorts
-    them once. Each pricing is one pass over the actions: O(pp * vpp * n).
+    message starts when the sending action and the receiver's previous action have ended. Sends do not occupy a rank,
+    except in blocking warm-up and cool-down, in which a rank that receives no message waits until its own send ends.
+    The order of the actions depends on the schedule only, so the engine sorts them once. Each pricing is one pass over
+    the actions: O(pp * vpp * n).
 
     Raises FactError if the schedule deadlocks.
     """
 
     def __init__(self, schedule: Schedule | Order) -> None:
         self._order = schedule
-        # Megatron's own schedules never deadlock. Others are sorted now, so that a deadlock raises an error now.
+        # Megatron's own schedules never deadlock. Other schedules are sorted at once, so that a deadlock raises its
+        # error here.
         if not isinstance(schedule, Order):
             assert self.graph
 
@@ -298,14 +301,14 @@ class Engine:
 
     @property
     def num_prepared(self) -> int:
-        """Number of actions whose order is in memory."""
+        """Number of the schedule's actions if their dependency graph is in memory, else 0."""
         return len(self.graph.level_A) if "graph" in self.__dict__ else 0
 
     @cached_property
     def place_A(self) -> Ints:
         """Index in the engine's own order of each action of `graph`.
 
-        The last entry is an extra index for action -1, which means "no action" and ends at 0.
+        The last entry is an extra index for action -1, which means "no action" and ends at time 0.
         """
         place_A = np.empty(len(self._order_A) + 1, dtype=np.int64)
         place_A[self._order_A] = np.arange(len(self._order_A))
@@ -314,10 +317,10 @@ class Engine:
 
     @cached_property
     def table_A(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """(previous, cause, hop, wait, duration) of each action in the engine's own order, as indices.
+        """Indices (previous, cause, hop, wait, duration) of each action, in the engine's own order.
 
-        The hop is the message from the cause to the action. The wait is the message for which the rank stays idle
-        between its previous action and this action.
+        The hop is the message that brings the cause's result to the action. The wait is the message for which the rank
+        stays idle between its previous action and the action itself.
         """
         previous_A, cause_A, _ = self.graph
         hop_A, order_A = self._hop_A(), self._order_A
@@ -336,7 +339,7 @@ class Engine:
     def drain_s_SR(self, durations_R: Floats, hops_R: Floats) -> Floats:
         """Return the end of each stage's last backward, after which the stage's gradients can be reduced.
 
-        The digits do not depend on the other pipelines.
+        All digits of a pipeline's result are the same whichever pipelines are priced with it.
 
         Args:
             durations_R: `StageTimes.durations_s`, one column for each pipeline.
@@ -378,11 +381,11 @@ class Engine:
         return ends
 
     def row_durations(self, durations_R: Floats) -> Floats:
-        """Return the durations whose indices are in `table_A`."""
+        """Return the durations of passes, to which the indices in `table_A` refer."""
         return durations_R
 
     def timeline(self, times: StageTimes) -> Timeline:
-        """Return every action's start and end."""
+        """Return the start and the end of every action of one pipeline."""
         durations, hops_J = np.array(times.durations_s), np.array(times.hops_s)
         end_A = self.ends_at(self.place_A[:-1], durations[:, None], hops_J[:, None])[:, 0]
         start_A = end_A - durations[self._duration_A()]
@@ -396,7 +399,7 @@ class Engine:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """True if some weight gradients are separate from input gradients."""
+        """True if the schedule runs some weight gradients (W) apart from input gradients (I)."""
         # Megatron's own schedules never split the backward, so their actions need not be listed here.
         return not isinstance(self._order, Order) and bool((self.columns.kind_A == WEIGHT).any())
 
@@ -437,8 +440,8 @@ class Engine:
     def _wait_A(self, hop_A: Ints) -> Ints:
         """Return the index in `StageTimes.hops_s` of the message for which a rank stays idle before each action.
 
-        The rank waits for the message that the action needs. With blocking ends, an action that needs no message waits
-        for the message that its rank sent before.
+        The rank waits for the message that the action needs. If warm-up and cool-down block, an action that needs no
+        message waits for the message that its rank sent before.
         """
         none = 2 * (self._order.num_stages - 1)
         if not isinstance(self._order, Order) or not self.meets_receivers:
@@ -446,7 +449,8 @@ class Engine:
         if not self._order.rendezvous:
             previous_A = self.graph.previous_A
             rank_A, stage_A, kind_A, _ = self.columns
-            # Stage that needs each action's result. No other stage needs the last forward or the last backward.
+            # Stage that needs each action's result. No other stage needs the forward of the last stage or the backward
+            # of the first stage.
             step_A = np.where(kind_A == FORWARD, 1, -1)
             target_A = np.clip(stage_A + step_A, 0, self._order.num_stages - 1)
             stays_A = np.array(self._order.rank_S)[target_A] == rank_A
@@ -462,11 +466,11 @@ def simulate(schedule: Schedule, times: StageTimes) -> Timeline:
 
 
 def critical_counts(engine: Engine, durations_R: Floats, hops_R: Floats) -> tuple[Floats, Floats]:
-    """Count how often each pass and each message is on the longest path of each pipeline; arguments as in `drain_s_SR`.
+    """Count the uses of each pass and message on the longest path of each pipeline; arguments as in `drain_s_SR`.
 
-    The makespan is the maximum, over all paths, of a sum of durations and messages. So the makespan is convex in these
-    times and the counts are a subgradient: for any other times the makespan is at least counts * times. The last row,
-    which stands for no message, counts 0.
+    The makespan is the maximum, over all paths, of a sum of pass times and message times. So the makespan is convex in
+    these times and the counts are a subgradient: for any other times the makespan is at least counts * times. The last
+    row of the message counts stands for "no message" and is 0.
     """
     previous_A, cause_A, hop_A, wait_A, duration_A = engine.table_A
     ends = engine.ends_AR(durations_R, hops_R)
@@ -484,7 +488,8 @@ def critical_counts(engine: Engine, durations_R: Floats, hops_R: Floats) -> tupl
     while len(column):
         duration_counts[duration_A[place], column] += 1
         hop, wait, cause, before = hop_A[place], wait_A[place], cause_A[place], previous_A[place]
-        # If the cause and the rank's previous action end at the same time, the path goes through the previous action.
+        # If an action's cause and the rank's previous action end at the same time, the longest path goes through the
+        # previous action.
         waits = ends[cause, column] + hops_R[hop, column] > ends[before, column] + hops_R[wait, column]
         hop_counts[np.where(waits, hop, wait), column] += 1
         place = np.where(waits, cause, before)
@@ -502,15 +507,15 @@ _CACHED_ACTIONS = 1 << 20
 
 
 class SteadyEngine(Engine):
-    """Engine that simulates only enough micro-batches to find the period of the steady state.
+    """Engine that simulates only enough micro-batches to find the period of the pipeline's steady state.
 
     The state of a pipeline is the time at which each rank is free and each travelling message arrives. After the
     warm-up the pipeline becomes periodic: one period later, each of these times is larger by the same constant. The
     ends of actions are a max-plus linear system, so a state that repeats once repeats always (Baccelli et al. 1992,
-    Synchronization and Linearity, section 3.7). The time of a step is therefore the time of a step with fewer
-    micro-batches, plus this constant for each period left out. If no period is found, the whole step is simulated. The
-    result equals that of the whole schedule except for rounding, some parts in 10^13, and does not depend on the other
-    pipelines priced at the same time.
+    Synchronization and Linearity, section 3.7). The time of a step is therefore the time of a shorter step, plus the
+    constant for each period of micro-batches left out. If no period is found, the whole step is simulated. The result
+    differs from a simulation of the whole schedule only by rounding, some parts in 10^13. The result does not depend on
+    other pipelines priced in the same call.
     """
 
     def __init__(self, order: Order) -> None:
@@ -524,7 +529,7 @@ class SteadyEngine(Engine):
         # A last group of micro-batches that is not full differs from the full groups, so every tried step length ends
         # with a group of the same size.
         group, last_group = (shape.group_size, shape.num_microbatches % shape.group_size) if shape.vpp > 1 else (1, 0)
-        # Least number of micro-batches in which the state is read often enough to find a period.
+        # Least number of micro-batches with enough states of the pipeline to find a period.
         fewest = 4 * group + last_group if shape.vpp > 1 else 2 * shape.pp + 1
         todo = [(fewest, np.arange(durations_R.shape[1]))]
         while todo:
@@ -583,18 +588,18 @@ class _Start(Engine):
 
     @cached_property
     def _states(self) -> list[Ints]:
-        """Indices of the ends that form the state: late in the step, one turn earlier, two turns earlier, and so on.
+        """Indices of the ends that form the pipeline's state: late in the step, then turn by turn earlier.
 
-        A round is one forward and one backward of a rank in the steady part. The state is read after round j on rank 0
-        and, with interleaving, after round j + r on rank r. At this cut no rank has used a message that is not sent
-        yet. All travelling messages were sent in the last round, or with interleaved groups of g in the last g - p + 1
-        rounds. (Rank r has a warm-up of w(r) forwards, and w(r) - w(r + 1) is 1, or 2 with interleaving. From the last
-        rank back to the first rank the difference is g chunk passes.)
+        A round is one forward and one backward of a rank in the steady part. The pipeline's state is read after round j
+        on rank 0 and, with interleaving, after round j + r on rank r. At these rounds no rank has used a message that
+        is not sent yet. All travelling messages were sent in the last round, or with interleaved groups of g
+        micro-batches in the last g - p + 1 rounds. (Rank r has a warm-up of w(r) forwards, and w(r) - w(r + 1) is 1, or
+        2 with interleaving. From the last rank back to the first rank, a message crosses g chunk passes.)
         """
         order = self._shape
         interleaved = order.vpp > 1
         warmup_P = order.warmup_P
-        # A last group of micro-batches that is not full counts to the end of the step, as in `SteadyEngine`.
+        # A last group of micro-batches that is not full belongs to the end of the step, outside the steady part.
         full = order.num_microbatches // self.turn * self.turn * order.vpp
         last = full - int(warmup_P[0]) - 1
         rounds = order.group_size - order.pp + 1 if interleaved else 1
@@ -606,7 +611,7 @@ class _Start(Engine):
             round_P = last - turns * per_turn + (rank_P if interleaved else 0)
             forward = [first_P + 2 * (round_P - back) for back in range(rounds)]
             states.append(self.place_A[np.concatenate([*forward, *(places + 1 for places in forward)])])
-        # Longest period that is tried: messages in a cycle over k ranks repeat after k micro-batches.
+        # Longest period in turns that is tried, because messages in a cycle over k ranks repeat after k micro-batches.
         most_turns = 2 if interleaved else order.pp
         return states[: most_turns + 1]
 
@@ -614,7 +619,7 @@ class _Start(Engine):
 def engine_of(
     layout: Layout, num_microbatches: int, *, rendezvous: bool = False, blocking_ends: bool = False
 ) -> Engine:
-    """Return the engine of the schedule that stock Megatron runs for a layout; made once for each `Order`."""
+    """Return the engine of the schedule that stock Megatron runs for a layout; cached for each `Order`."""
     order = Order(
         pp=layout.pp,
         vpp=layout.vpp,

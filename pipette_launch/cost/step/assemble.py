@@ -18,7 +18,7 @@ from pipette_launch.cost.step.work import LayoutWork, Prices, exposed_s, pass_s
 from pipette_launch.facts.layout import Floats, Ints, Layout, LayoutColumns
 
 _FEW_REPLICAS = 16
-"""Largest number of replicas for which comparing all pairs costs less than simulating every replica."""
+"""Largest number of replicas for which comparing all pairs of replicas costs less than simulating every replica."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,20 +27,20 @@ class StepTime:
 
     total_s: float
     breakdown_s: dict[str, float]
-    """Seconds of each part of the step on the slowest pipeline rank; the parts sum to the total."""
+    """Seconds of each part of the step on the slowest pipeline rank. The parts add up to the total."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepEnd:
     """The part of a step after the last passes, for N placements of one layout or for N layouts.
 
-    Exact step times and lower bounds both come from this class; a bound uses the best prices. So support for a flag
-    that hides work at the end of a step changes only this class.
+    Both predicted step times and their lower bounds use this class; a bound passes in the times of the best links. So
+    support for a flag that hides work at the end of a step changes only this class.
     """
 
     layout: Layout | LayoutColumns
     drain_s_VPN: Floats
-    """Time at which the last backward of each chunk ends."""
+    """Time in the step at which the last backward of each chunk ends."""
     backward_s_VPN: Floats
     """Seconds of the last backward of each chunk on the fastest replica, during which gradient buckets can be sent."""
     num_buckets_VPN: NDArray[np.int64]
@@ -55,11 +55,11 @@ class StepEnd:
 
     @cached_property
     def reduced_s_PN(self) -> Floats:
-        """Time at which each pipeline rank has reduced its gradients.
+        """Time in the step at which each pipeline rank has reduced its gradients.
 
-        Without overlap, all reductions follow the last backward of the rank. With overlap, each chunk is reduced after
-        its own last backward, one chunk after the other. The buckets of a chunk are sent during this backward, at equal
-        intervals.
+        Without overlap, all reductions follow the last backward of the rank. With overlap, the rank reduces each
+        chunk's gradients after this chunk's last backward, one chunk after the other. The buckets of a chunk are sent
+        during its last backward, at equal intervals.
         """
         return _chosen(
             self.layout.overlap_grad_reduce,
@@ -69,22 +69,22 @@ class StepEnd:
 
     @cached_property
     def finish_s_N(self) -> Floats:
-        """Time at which the last pipeline rank has reduced its gradients."""
+        """Time in the step at which the last pipeline rank has reduced its gradients."""
         return np.asarray(self.reduced_s_PN.max(axis=0))
 
     @cached_property
     def tied_s_N(self) -> Floats:
-        """Time at which the first and the last stage have reduced the tied embedding."""
+        """Time in the step at which first and last stage have reduced the gradients of the tied embedding."""
         return np.asarray(np.maximum(self.reduced_s_PN[0], self.reduced_s_PN[-1]) + self.embedding_s_N)
 
     @cached_property
     def more_embedding_s_N(self) -> Floats:
-        """Seconds that the tied embedding adds to the step."""
+        """Seconds that the reduction of the tied embedding's gradients adds to the step."""
         return exposed_s(self.tied_s_N, self.finish_s_N)
 
     @cached_property
     def more_loss_s_N(self) -> float | Floats:
-        """Seconds that the loss reduction adds: the last stage runs it after its gradient reductions (train_step)."""
+        """Seconds added by the loss reduction, which the last stage runs after its gradient reductions."""
         if not self.loss_s:
             return 0.0
         last_s_N = self.tied_s_N if self.is_tied else self.reduced_s_PN[-1]
@@ -92,7 +92,7 @@ class StepEnd:
 
     @cached_property
     def gather_after_s_PN(self) -> Floats:
-        """Parameter gathers after the optimizer; zero if the next step's forwards hide them."""
+        """Seconds of parameter gathers after the optimizer; 0 s if they overlap with the next step's forwards."""
         return _chosen(
             self.layout.overlap_param_gather,
             lambda: np.zeros_like(self.optimizer_s_PN),
@@ -101,7 +101,10 @@ class StepEnd:
 
     @cached_property
     def update_s_PN(self) -> Floats:
-        """Seconds of optimizer and gathers of each pipeline rank. All ranks start together, after the gradient norm."""
+        """Seconds of optimizer and gathers of each pipeline rank.
+
+        All ranks start their optimizers together, after the gradient norm.
+        """
         return np.asarray(self.optimizer_s_PN + self.gather_after_s_PN)
 
     @property
@@ -114,7 +117,8 @@ class StepEnd:
         ready_VPN = drain_VPN - self.backward_s_VPN * (buckets_VPN - 1) / buckets_VPN
         chunks = [ready_VPN, self.reduce_s_VPN, drain_VPN + self.reduce_s_VPN / buckets_VPN]
         if (drain_VPN[:-1] >= drain_VPN[1:]).all():
-            # Chunks end in reverse order. If two chunks end together, the later chunk is reduced first.
+            # The last backwards of a rank's chunks end in reverse order. If two chunks end together, the later chunk is
+            # reduced first.
             chunks = [seconds_VPN[::-1] for seconds_VPN in chunks]
         else:
             order_VPN = len(drain_VPN) - 1 - np.argsort(drain_VPN[::-1], axis=0, kind="stable")
@@ -126,7 +130,7 @@ class StepEnd:
 
 
 def _chosen(flag: bool | Ints, if_set: Callable[[], Floats], otherwise: Callable[[], Floats]) -> Floats:
-    """Compute one of two arrays for a layout; for many layouts, compute both arrays and choose one for each layout."""
+    """Return one of two arrays by a flag. For an array of flags, compute both arrays and choose for each layout."""
     if isinstance(flag, np.ndarray):
         return np.where(flag > 0, if_set(), otherwise())
     return if_set() if flag else otherwise()
@@ -138,10 +142,10 @@ def gathers_in_forward(layout: Layout | LayoutColumns) -> bool | NDArray[np.bool
 
 
 def gather_waits_s(gather_s: Floats, forward_s: Floats, num_buckets: int | Ints) -> Floats:
-    """Return the wait of each first forward that starts its own gather; shapes broadcast.
+    """Return the wait of each first forward that starts its own gather of parameters. Shapes of arguments broadcast.
 
-    A forward waits for the whole first bucket. It waits for a later bucket only as far as the gather of this bucket
-    takes longer than the compute on the previous bucket.
+    The first forward waits for the gather of the whole first bucket. For each later bucket, the forward waits only if
+    the bucket's gather takes longer than the compute on the previous bucket.
     """
     more_s = (num_buckets - 1) * exposed_s(gather_s, forward_s)
     return np.asarray(gather_s / num_buckets + more_s / num_buckets)
@@ -149,7 +153,7 @@ def gather_waits_s(gather_s: Floats, forward_s: Floats, num_buckets: int | Ints)
 
 @dataclass(frozen=True, kw_only=True)
 class Forwards:
-    """Seconds of the forwards of R pipelines, and of the messages between their stages, without waits."""
+    """Seconds of the forwards and forward messages of R pipelines, without waits."""
 
     forward_s_SR: Floats
     hop_s_SR: Floats
@@ -157,22 +161,22 @@ class Forwards:
     """True if a send waits for its receiver in the warm-up (`Order.rendezvous`)."""
 
     def arrival_s(self, stage: int, sent_s_R: Floats, free_s_R: Floats) -> Floats:
-        """Return the start of a stage whose input is sent at `sent_s_R` and whose rank is free at `free_s_R`."""
+        """Return the start of a stage's forward, from the time its input is sent and the time its rank is free."""
         hop_s_R = self.hop_s_SR[stage - 1]
         if self.rendezvous:
             return np.asarray(np.maximum(sent_s_R, free_s_R) + hop_s_R)
         return np.asarray(np.maximum(sent_s_R + hop_s_R, free_s_R))
 
     def take(self, some_R: Ints) -> Forwards:
-        """Return some of the pipelines."""
+        """Return the times of some of the pipelines."""
         return replace(self, forward_s_SR=self.forward_s_SR[:, some_R], hop_s_SR=self.hop_s_SR[:, some_R])
 
 
 def aligned_waits_s(layout: Layout, gather_s_SR: Floats, forwards: Forwards) -> Floats:
-    """Return the wait of each first forward if gathers start on all pipeline ranks at once.
+    """Return the wait of each first forward if parameter gathers start on all pipeline ranks at once.
 
-    A rank gathers the parameters of chunk c during the forwards of chunk c - 1, or earlier. If these forwards take
-    longer than every gather, only first chunks wait. Other pipelines need a simulation of the whole warm-up.
+    A rank gathers the parameters of chunk c during the forwards of chunk c - 1, or earlier. If the forwards of each
+    chunk take longer than every gather, only the first chunks wait. Otherwise the whole warm-up is simulated.
     """
     pp = layout.pp
     group = layout.microbatch_group_size or pp
@@ -187,7 +191,7 @@ def aligned_waits_s(layout: Layout, gather_s_SR: Floats, forwards: Forwards) -> 
 
 
 def _first_chunk_waits_s(gather_s_PR: Floats, forwards: Forwards) -> Floats:
-    """Return the waits of first chunks, as micro-batch 0 reaches one pipeline rank after another."""
+    """Return the waits of the first chunks for parameters, as micro-batch 0 reaches one pipeline rank after another."""
     waits_PR = np.empty_like(gather_s_PR)
     zero_R = end_R = np.zeros(gather_s_PR.shape[1])
     for rank, gather_s_R in enumerate(gather_s_PR):
@@ -200,8 +204,8 @@ def _first_chunk_waits_s(gather_s_PR: Floats, forwards: Forwards) -> Floats:
 def _all_chunk_waits_s(gather_s_SR: Floats, forwards: Forwards, *, pp: int, group: int) -> Floats:
     """Simulate the forwards of each rank up to the first forward of its last chunk, before any backward.
 
-    In turn t, rank r runs its forward number t - r. The input comes from turn t - 1 of the previous rank, or from an
-    earlier turn of the last rank.
+    In turn t, rank r runs its forward number t - r. The forward's input comes from turn t - 1 of the previous rank, or
+    from an earlier turn of the last rank.
     """
     stages, pipelines = gather_s_SR.shape
     chunks = stages // pp
@@ -235,7 +239,7 @@ def _all_chunk_waits_s(gather_s_SR: Floats, forwards: Forwards, *, pp: int, grou
 
 
 def totals_s_K(work: LayoutWork, prices: Prices) -> Floats:
-    """Return the seconds of the step for each of K placements; the digits do not depend on the other placements."""
+    """Return the step's seconds for each of K placements, with the same digits as for each placement alone."""
     durations_R, hops_R = pipelines(work, prices)
     placements = prices.reduce_s_SK.shape[1]
     chosen, alike_R, placement_R = deciding_replicas(np.concatenate([durations_R, hops_R]), placements)
@@ -248,9 +252,9 @@ def step_end(work: LayoutWork, prices: Prices, drain_SK: Floats, durations_R: Fl
     """Return the part of the step that follows the last passes of the pipelines, for K placements."""
     pp, (stages, placements) = work.layout.pp, drain_SK.shape
     shape = (-1, pp, placements)
-    # Sort by chunk, then by rank. In a V schedule, the second chunks lie on the ranks in reverse order.
+    # Sort stages by chunk, then by rank, because a V schedule places the second chunks on the ranks in reverse order.
     by_chunk = np.lexsort((work.rank_S, np.arange(stages) // pp))
-    # A gradient reduction waits for all replicas. The last buckets are sent while the fastest replica computes.
+    # A gradient reduction waits for all replicas. The last buckets can be sent only while the fastest replica computes.
     backward_SK = durations_R[stages : 2 * stages].reshape(stages, placements, -1).min(axis=2)
     return StepEnd(
         layout=work.layout,
@@ -283,7 +287,7 @@ def pipelines(work: LayoutWork, prices: Prices) -> tuple[Floats, Floats]:
     durations_D = np.concatenate([forward_SD, backward_SD, forward_SD])
     hops_D = np.concatenate([*_hops_s(rank_S, prices), np.zeros((1, forward_SD.shape[1]))])
     if gathers_in_forward(work.layout):
-        # The first forwards wait for their parameters.
+        # The first forwards of the step wait for the gathers of their parameters.
         gather_SD = np.repeat(prices.gather_s_SK, forward_SD.shape[1] // prices.gather_s_SK.shape[1], axis=1)
         if work.aligns_gathers:
             ways = Forwards(
@@ -302,7 +306,8 @@ def pipelines(work: LayoutWork, prices: Prices) -> tuple[Floats, Floats]:
 def _hops_s(rank_S: Ints, prices: Prices) -> tuple[Floats, Floats]:
     """Return the seconds of a message from each stage to the next stage, and back; 0 between stages of one rank."""
     here, there = rank_S[:-1], rank_S[1:]
-    # In the second half of a V, outputs go the way of gradients. With two ranks, they use the link from last to first.
+    # In the second half of a V schedule, outputs travel from higher to lower ranks, like gradients. With two ranks,
+    # these outputs use the link from the last rank to the first.
     goes_back = ((there == here - 1) & (len(prices.slowness_PD) > 2))[:, None]
     forward_SD = np.where(goes_back, prices.backward_hop_s_PD[there], prices.forward_hop_s_PD[here])
     backward_SD = np.where(goes_back, prices.forward_hop_s_PD[there], prices.backward_hop_s_PD[here])
@@ -313,11 +318,11 @@ def _hops_s(rank_S: Ints, prices: Prices) -> tuple[Floats, Floats]:
 def deciding_replicas(times_R: Floats, placements: int) -> tuple[Ints, Ints, Ints]:
     """Find the replicas that can decide the step time of their placement, and which of these are equal.
 
-    Returns columns of `times_R` that differ; for each deciding replica, the index of its column among these; and the
-    placement of each deciding replica, in rising order.
+    Returns the different columns of `times_R`, the index among these columns for each deciding replica, and the
+    placement of each deciding replica in rising order.
     """
     replicas = times_R.shape[1] // placements
-    # Times that are equal in all replicas do not distinguish replicas.
+    # Ignore times that are equal in all replicas, because such times do not decide which replica is slower.
     times_KDT = times_R[(times_R != times_R[:, :1]).any(axis=1)].T.reshape(placements, replicas, -1)
     slowest_KD = (times_KDT == times_KDT.max(axis=1, keepdims=True)).all(axis=2)
     stays_KD = np.zeros_like(slowest_KD)
@@ -336,7 +341,7 @@ def deciding_replicas(times_R: Floats, placements: int) -> tuple[Ints, Ints, Int
 
 
 def undominated(times_D: Floats) -> Ints:
-    """Return replicas unless another is at least as slow in every time; of equal replicas, return the first."""
+    """Return the replicas that may be the slowest: no other replica is at least as slow in every time."""
     replicas = times_D.shape[1]
     if replicas > _FEW_REPLICAS:
         return np.arange(replicas)
@@ -346,7 +351,10 @@ def undominated(times_D: Floats) -> Ints:
 
 
 def stage_times(work: LayoutWork, prices: Prices) -> StageTimes:
-    """Return the seconds of passes and messages of the slowest replica. Schedules are built from these times."""
+    """Return the seconds of passes and messages of the slowest replica.
+
+    Schedules that depend on times are built from the slowest replica's times.
+    """
     durations_D, hops_D = pipelines(work, prices)
     stages = len(work.rank_S)
     slowest = int(durations_D[: 2 * stages].sum(axis=0).argmax())
@@ -373,7 +381,7 @@ def step_parts(work: LayoutWork, prices: Prices) -> StepTime:
     stages = work.rank_S == rank
     replica = int(drain_SD[stages].max(axis=0).argmax())
     drained_s = float(drain_SD[stages, replica].max())
-    # Simulate the same pipeline without messages, then without messages and without waits for gathers.
+    # Simulate the slowest replica's pipeline without messages, then without messages and without waits for gathers.
     first = 2 * len(work.rank_S)
     passes_B = durations_D[:, replica]
     ungathered_B = np.concatenate([passes_B[:first], passes_B[: len(work.rank_S)], passes_B[3 * len(work.rank_S) :]])
@@ -384,7 +392,7 @@ def step_parts(work: LayoutWork, prices: Prices) -> StepTime:
     breakdown = _busy_s(work, prices, rank, replica)
     bubble_s = no_gather_s - sum(breakdown.values())
     breakdown["pipeline_transfer"] = drained_s - no_hop_s
-    # A bubble as small as rounding counts as 0.
+    # A pipeline bubble as small as rounding errors counts as 0 s.
     breakdown["bubble"] = bubble_s if abs(bubble_s) > 1e-12 * drained_s else 0.0
     loss_s = float(np.ravel(end.more_loss_s_N)[0])
     breakdown["data_parallel"] = breakdown.get("data_parallel", 0.0) + float(end.finish_s_N[0]) - drained_s + loss_s
@@ -416,7 +424,7 @@ def _busy_s(work: LayoutWork, prices: Prices, rank: int, replica: int) -> dict[s
         zero_S = np.zeros(work.layout.vpp)
         exchanged_S = sum((count * each for count, each in zip(counts_S, seconds, strict=True)), zero_S)
         left_S = exposed_s(exchanged_S, slowness * idle_s_S[stages])
-        # Idle time of the device hides the same share of every exchange.
+        # Idle time of the device hides an equal share of each exchange in the pass.
         shown_S = np.divide(left_S, exchanged_S, out=np.zeros_like(left_S), where=exchanged_S > 0)
         for item, counts, each in zip(work.exchanges, counts_S, seconds, strict=True):
             busy[item.part] += work.num_microbatches * each * float((counts * shown_S).sum())

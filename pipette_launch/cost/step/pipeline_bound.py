@@ -1,8 +1,9 @@
 """Lower bounds on the drain (end of the last backwards) of many pipelines with the same pp and vpp.
 
 Each bound is the length of a path in the graph of the schedule (`cost.pipeline.engine`). The simulated time is the
-length of the longest path, so no bound exceeds the simulated time. Two kinds of path are computed. If all stages are
-equal, or if one stage is much slower than the others, the longest path has one of these kinds:
+length of the longest path, so no bound exceeds the simulated time. The bounds compute paths of two kinds, `stay` and
+`zigzag`. If all stages are equal, or if one stage is much slower than the others, the longest path of the schedule has
+one of these two kinds:
 
     stay      go to one pipeline rank, run all passes of this rank, and return. The way to the rank and the way back may
               also go through later chunks, or to the last stage and back
@@ -24,7 +25,7 @@ from pipette_launch.facts.layout import Floats, Ints
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelines:
-    """U pipelines with the same pp and vpp; all messages between stages of a pipeline take equally long."""
+    """Times of U pipelines with the same pp and vpp, in which all messages of a pipeline take equally long."""
 
     forward_s_UVP: Floats
     backward_s_UVP: Floats
@@ -32,30 +33,31 @@ class Pipelines:
     hop_s_U: Floats
     microbatches_U: Ints
     group_size_U: Ints
-    """Micro-batches that run through one chunk before the next chunk; unused if V is 1."""
+    """Number of micro-batches that run through one chunk before the next chunk; unused if V is 1."""
 
 
 class Drains(NamedTuple):
     """Lower bounds on the end of the last backward of each pipeline rank."""
 
     any_UP: Floats
-    """End of the last backward of the rank's first chunk, which is the last pass of the rank."""
+    """Lower bound of the end of the last backward of the rank's first chunk, the rank's last pass."""
     first_UP: Floats
-    """The same end, bounded only by paths with the first forward of every stage, to which waits can be added."""
+    """Lower bound of the end of the rank's last pass, from paths with every stage's first forward, to which waits can
+    be added."""
     early_UP: Floats
-    """End of the last backward of the rank's last chunk, which ends before the other chunks."""
+    """Lower bound of the end of the last backward of the rank's last chunk, which ends before its other chunks."""
 
 
 def drains(pipelines: Pipelines, *, slow: Pipelines | None = None) -> Drains:
-    """Bound the end of the last backwards of pipelines with the times of the fastest slots.
+    """Bound the ends of the last backwards of pipelines whose stages run on the fastest slots.
 
-    `slow` has the times of the slowest slots. One unknown rank of each pipeline takes at least these times.
+    `slow` has the times of the slowest slots. In each pipeline, one unknown rank takes at least the times in `slow`.
     """
     chains = _Chains.of(pipelines)
     stay = _stay(pipelines, chains)
     later_2UP = np.maximum.accumulate(stay.by_rank_2UP[..., ::-1], axis=2)[..., ::-1]
     all_2U1 = np.maximum(stay.by_last_2UP.max(axis=2), _zigzag(pipelines))[..., None]
-    # The path ends with the last backward of the first chunk of each rank.
+    # Paths end with the first stage's last backward, so subtract the way from each rank's first chunk to this end.
     drains_2UP = np.maximum(later_2UP, all_2U1) - chains.out_UVP[:, 0]
     if slow is not None:
         held = _stay(slow, chains)
@@ -97,7 +99,8 @@ class _Chains(NamedTuple):
 class _Stay(NamedTuple):
     """Lengths in seconds of paths that stay on one rank, up to the first stage's last backward, for each rank.
 
-    On the first axis, index 0 is the longest of all these paths, and index 1 the longest with every first forward.
+    On the first axis, index 0 is the longest of all paths, and index 1 the longest path with every stage's first
+    forward.
     """
 
     by_rank_2UP: Floats
@@ -120,18 +123,19 @@ def _stay(own: Pipelines, chains: _Chains) -> _Stay:
     passed_UP = np.minimum(ahead_UP + 1, total_U1)
     run_UP = n_U1 * (forward_UVP.sum(axis=1) + backward_UVP.sum(axis=1))
 
-    # Way to the rank: to its first chunk, through all stages before its last chunk, or to the last stage and back.
+    # A path reaches the rank in three ways: to its first chunk, through all stages before its last chunk, or through
+    # the last stage and back.
     top_in_UP = chains.in_UVP[:, -1]
     in_last_UP = top_in_UP - group_U1 * forward_UVP[:, :-1].sum(axis=1)
     in_UP = np.maximum(chains.in_UVP[:, 0], in_last_UP)
     in_turn_UP = top_in_UP + chains.turn_UP - (_counts_UVP(passed_UP, own) * forward_UVP).sum(axis=1)
-    # The way back from the rank has the same three cases.
+    # A path also returns from the rank to the first stage in three ways.
     top_out_UP = chains.out_UVP[:, -1]
     late_UP = last_group_U1 * backward_UVP[:, :-1].sum(axis=1)
     out_UP = chains.out_UVP[:, 0]
     out_last_UP = top_out_UP - late_UP
     out_turn_UP = top_out_UP + chains.back_UP - _last_s(backward_UVP, passed_UP, own)
-    # A path that turns at the last stage twice needs a forward after the first backward.
+    # A path can turn at the last stage on both ways only if the rank has a forward after its first backward.
     both_UP = passed_UP < total_U1
     best_in_UP = np.maximum(in_UP, in_turn_UP)
     straight_UP = np.maximum(out_UP, out_last_UP) if chunks == 1 else out_UP
@@ -148,7 +152,10 @@ def _stay(own: Pipelines, chains: _Chains) -> _Stay:
 
 
 def _last_s(seconds_UVP: Floats, passed_UP: Ints, own: Pipelines) -> Floats:
-    """Return the seconds of the last `passed_UP` backwards of a rank. Chunks run in the reverse order of forwards."""
+    """Return the seconds of the last `passed_UP` backwards of a rank.
+
+    The backwards run through the chunks in the reverse order of the forwards.
+    """
     chunks = seconds_UVP.shape[1]
     n_U1 = own.microbatches_U[:, None]
     before_UVP = _counts_UVP(n_U1 * chunks - passed_UP, own)[:, ::-1]
@@ -171,9 +178,9 @@ def _counts_UVP(passed_UP: Ints, own: Pipelines) -> Ints:
 def _zigzag(pipelines: Pipelines) -> Floats:
     """Return the length of the path that goes to the last stage and back until all micro-batches are done.
 
-    The end of each round trip starts the micro-batch that comes P later. A path of k = ceil((n + P - 1) / P) round
-    trips is s = k P - (n + P - 1) ranks too long. So one trip turns at rank s instead of 0, or at P - 1 - s instead of
-    P - 1.
+    The end of each round trip starts a round trip of the micro-batch whose number is P higher (P pipeline ranks, n
+    micro-batches). A path of k = ceil((n + P - 1) / P) round trips is s = k P - (n + P - 1) ranks too long. So one
+    round trip turns at rank s instead of 0, or at rank P - 1 - s instead of P - 1.
     """
     chunks, ranks = pipelines.forward_s_UVP.shape[1:]
     if chunks > 1:

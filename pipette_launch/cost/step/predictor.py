@@ -49,13 +49,13 @@ class PlacementCost:
         self._lanes: dict[str, Ints] = {}
 
     def times(self, factor: float) -> PlacementCost:
-        """Return a copy with another learned factor."""
+        """Return a copy of this step time function with another learned factor."""
         same = copy.copy(self)
         same.factor = factor
         return same
 
     def of(self, work: LayoutWork) -> PlacementCost:
-        """Return a copy with other work, such as the work under another schedule."""
+        """Return a copy of this step time function with other work, such as the work under another schedule."""
         same = copy.copy(self)
         same.work = work
         return same
@@ -98,7 +98,7 @@ class PlacementCost:
         )
 
     def _exchange_s_PR(self, slot_KW: Ints) -> tuple[Floats, ...]:
-        # A collective is listed twice if compute hides only one of its two uses.
+        # A collective appears twice in `exchanges` if compute hides only one of its two uses, so cache its price.
         priced: dict[tuple[str, str, float], Floats] = {}
         rings: dict[tuple[str, int], Routes] = {}
         found = []
@@ -118,7 +118,7 @@ class PlacementCost:
         return tuple(found)
 
     def _lanes_PR(self, group: str, seconds_KG: Floats) -> Floats:
-        """Return the slowest group's seconds on each pipeline rank and replica, whose ranks wait for each other."""
+        """Return the seconds of the slowest group on each pipeline rank of each replica, for which all ranks wait."""
         if group not in self._lanes:
             self._lanes[group] = self.groups.met_PDL(getattr(self.groups, group))
         lane_PDL = self._lanes[group]
@@ -174,7 +174,7 @@ class PlacementCost:
 
 
 def best_prices(work: LayoutWork, fabric: Fabric, slowness_PK: Floats) -> Prices:
-    """Price every group over the best links (`Fabric.bound_s`): no placement of the layout has lower prices.
+    """Price every group over the best links (`Fabric.bound_s`), so that no placement of the layout has lower prices.
 
     `slowness_PK` is 1 / speed of the slot of each pipeline rank, one column for each priced step.
     """
@@ -231,7 +231,8 @@ UNEVEN = (
     "Every expert is priced with the same number of tokens, as under --moe-router-force-load-balancing. Published "
     "steps with a free router are 6 to 25 % longer."
 )
-"""Assumption on measured and imagined machines: the warm-up measures experts with equal shares of the tokens."""
+"""Assumption on measured and imagined machines, because the warm-up also gives all experts equal shares of the
+tokens."""
 _NCCL_DEFAULTS = "collectives are measured and priced with NCCL's default settings, and the step may be too"
 UNPRICED: tuple[tuple[str, frozenset[bool | str], str], ...] = (
     ("enable_cuda_graph", frozenset({True}), _ONE_BY_ONE),
@@ -241,13 +242,14 @@ UNPRICED: tuple[tuple[str, frozenset[bool | str], str], ...] = (
     ("nccl_ub", frozenset({True}), f"{_NCCL_DEFAULTS} long"),
     ("nccl_communicator_config_path", frozenset(), f"{_NCCL_DEFAULTS} long or too short"),
 )
-"""(performance option, values that change the step but not its prediction, effect). No values = all except None."""
+"""Triples of a performance option, its values that change the step but not the prediction, and the effect. An empty
+tuple of values means all values except None."""
 
 _CACHED_LAYOUTS = 64
 
 
 class Predictor:
-    """Prices the layouts of one job on one allocation."""
+    """Predicts step times for layouts of one job on one allocation."""
 
     def __init__(self, job: Job, measurements: Measurements) -> None:
         self._job = job
@@ -311,7 +313,7 @@ class Predictor:
         return stage_times(cost.work, cost.prices([int(rank) for rank in placement]))
 
     def placement_cost(self, layout: Layout, schedule: Schedule | None = None) -> PlacementCost:
-        """Return the function that prices placements of this layout, with the same digits as `step_time`.
+        """Return the function that predicts steps for placements of this layout, with the same digits as `step_time`.
 
         Raises:
             PlanError: the layout has another number of ranks than the cluster, or compute times are missing.
@@ -328,7 +330,8 @@ class Predictor:
     def bound_s(self, layout: Layout) -> float:
         """Return a lower bound of the step time over all placements: every exchange uses the best link.
 
-        All slots are in use, so some pipeline rank has the slowest slot. Each pipeline rank is tried.
+        All slots are in use, so some pipeline rank has the slowest slot. The bound is the least result of trying the
+        slowest slot on each pipeline rank.
         """
         self._slots_of(layout)
         work = self._work(layout)

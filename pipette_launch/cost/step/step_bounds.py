@@ -1,9 +1,10 @@
 """Lower bounds of the step time of many layouts at once, for the wide search.
 
-The functions that price one layout also count compute, collectives and parameters here. They run once for each group of
-layouts with equal values in the relevant fields, and for each kind of chunk. `assemble.StepEnd` prices the step's end.
-The bounds differ from `Predictor.bound_s` in two ways. Lengths of paths (`pipeline_bound`) bound the pipelines, instead
-of a simulation. Data-parallel groups that are too large for a host span slow hosts too, so some stages use slow links.
+The functions that predict one layout's step also count compute, collectives and parameters in this module. These
+functions run once for each group of layouts with equal relevant fields, and for each kind of chunk. `assemble.StepEnd`
+computes the time after the pipelines, as in predictions. The bounds differ from `Predictor.bound_s` in two ways.
+First, lengths of paths (`pipeline_bound`) bound the times of pipelines, instead of a simulation. Second, data-parallel
+groups that are too large for one host also use slow hosts, so the bound prices slow links for some stages.
 """
 
 # N = layouts, U = groups of layouts with equal pass times, T = groups with equal exchanges after the passes, R = groups
@@ -49,13 +50,14 @@ from pipette_launch.facts.measurements import Measurements
 
 T = TypeVar("T")
 GroupsLie = Literal["anywhere", "inside hosts", "tensor across hosts", "experts across hosts"]
-"""Assumption about the groups inside layers. `inside hosts`: each tensor-parallel group lies on one host if it fits,
-and so do the ranks that share experts. `tensor across hosts`: at least one tensor-parallel group spans several hosts.
-`experts across hosts`: at least one set of ranks that share experts spans several hosts."""
+"""Assumption about the hosts of tensor-parallel groups and of ranks that share experts. `inside hosts`: each
+tensor-parallel group lies on one host if it fits, and so do the ranks that share experts. `tensor across hosts`: at
+least one tensor-parallel group spans several hosts. `experts across hosts`: at least one set of ranks that share
+experts spans several hosts."""
 UNLIKE = 1.02
-"""If the best links of two hosts differ by less than this factor, the hosts count as equal."""
+"""Two hosts count as equally fast if the speeds of their best links differ by less than this factor."""
 _PARTS: Memo[Memo[Ints]] = Memo()
-"""Parts of the chunks by model and layer split. Many layouts share a split, so the parts are cached."""
+"""Cache of the parts of chunks, by model and layer split, because many layouts have the same layer split."""
 
 
 class Content(NamedTuple):
@@ -68,7 +70,7 @@ class Content(NamedTuple):
 
 
 def contents_of(job: Job, columns: LayoutColumns) -> Content:
-    """Count the parts of each chunk, once for each layer split; all layouts have the same pp and vpp.
+    """Count the parts of each chunk, once for each layer split of layouts with the same pp and vpp.
 
     Raises:
         LayoutError: a layout splits the layers unevenly.
@@ -95,7 +97,8 @@ def _parts_SX(job: Job, columns: LayoutColumns, row: int) -> Ints:
     chunks = parameters.chunk_kinds(job.model, layout)
     for stage, (kinds, again) in enumerate(chunks):
         pairs = ((kinds[again:].count(kind), kinds[:again].count(kind)) for kind in job.model.possible_kinds)
-        # The prediction part counts its own embedding. On the first chunk, both share one table, so count it once.
+        # The part of multi-token prediction includes an embedding. On the first chunk, model and depths share one
+        # embedding, so count it once.
         has_embedding = stage == 0 and (layout.pp == 1 or layout.mtp_chunk > 0 or not job.model.mtp_num_layers)
         rows.append([*chain(*pairs), has_embedding, stage == len(chunks) - 1, stage == layout.mtp_chunk])
     return np.array(rows, dtype=np.int64)
@@ -113,7 +116,7 @@ class UnitTimes(NamedTuple):
     """Seconds of a send between two slots over the best link."""
 
     def take(self, rows: Ints) -> UnitTimes:
-        """Return the times of some of the layouts, with only the groups of these layouts."""
+        """Return the times of some of the layouts, without groups that have none of these layouts."""
         used, group_N = np.unique(self.group_N[rows], return_inverse=True)
         return UnitTimes(group_N.reshape(-1), self.passes_U4X[used], self.exchanges_U2X[used], self.hop_s_U[used])
 
@@ -121,7 +124,8 @@ class UnitTimes(NamedTuple):
         """Return the seconds of forward and backward of each kind of chunk on a slot of speed 1 / slowness."""
         passes_U4K, exchanges_U2K = self.passes_U4X @ parts_KX.T, self.exchanges_U2X @ parts_KX.T
         compute_U2K, idle_U2K = passes_U4K[:, :2], passes_U4K[:, 2:]
-        # If a pass idles longer than it computes, a slow slot may hide more exchanges, so assume the slowest slot.
+        # If the device idles longer in a pass than it computes, a slow slot may hide more exchanges, so assume the
+        # slowest slot.
         hides_U2K = idle_U2K * np.where(idle_U2K <= compute_U2K, slowness, slowest)
         seconds_U2K = pass_s(compute_U2K * slowness, exchanges_U2K, hides_U2K)
         return seconds_U2K[:, 0], seconds_U2K[:, 1]
@@ -149,7 +153,8 @@ class Tables:
         self._parameters: Memo[list[list[float]]] = Memo()
         self._exchanges: dict[Layout, tuple[Exchange, ...]] = {}
         self._shard_fields: tuple[Field, ...] = ("dp", "recompute") if parameters.sharding_of(job) else ()
-        """Further fields that decide exchanges under FSDP: replicas, and recompute, which hides some exchanges."""
+        """Fields that also decide exchanges under FSDP: numbers of replicas, and recompute, which hides some
+        exchanges."""
         self._one_of_each = LayerCounts.one_of_each(job.model)
 
     def can_price_N(self, columns: LayoutColumns) -> NDArray[np.bool_]:
@@ -169,7 +174,7 @@ class Tables:
         world_N = columns.tp * columns.pp * columns.dp * columns.cp
         batch = self.job.batch.global_batch_size
         divides_N = batch % (columns.dp * columns.micro_batch_size) == 0
-        # The rule of `facts.known_schedules.check_interleaving`.
+        # Check the micro-batch groups by the rule of `facts.known_schedules.check_interleaving`.
         microbatches_N = self.microbatches_N(columns)
         size_N = np.where(columns.microbatch_group_size > 0, columns.microbatch_group_size, columns.pp)
         rest_N = microbatches_N % size_N
@@ -181,11 +186,11 @@ class Tables:
         return np.asarray(self.job.batch.global_batch_size // (columns.dp * columns.micro_batch_size))
 
     def tensor_fits_hosts(self, columns: LayoutColumns) -> NDArray[np.bool_]:
-        """Return whether each tensor-parallel group fits on one host; false if tp is 1 or there is only one host."""
+        """Return whether each tensor-parallel group fits on one host; False if tp is 1 or the cluster has one host."""
         return self._fits_hosts(columns.tp)
 
     def experts_fit_hosts(self, columns: LayoutColumns) -> NDArray[np.bool_]:
-        """Return whether the ranks that share experts fit on one host; false if ep is 1 or there is only one host."""
+        """Return whether the ranks that share experts fit on one host; False if ep is 1 or the cluster has one host."""
         return self._fits_hosts(columns.ep * columns.etp) & (columns.ep > 1) & parameters.experts_lie_in_stages(columns)
 
     def _fits_hosts(self, ranks: Ints) -> NDArray[np.bool_]:
@@ -193,7 +198,7 @@ class Tables:
 
     def unit_times(self, columns: LayoutColumns, groups_lie: GroupsLie = "anywhere") -> UnitTimes:
         """Return the seconds of each part of a chunk, for each group of layouts."""
-        # The number of layers that full recompute repeats does not change the time of one layer.
+        # The number of layers under full recompute does not change the time of a single layer.
         kinds = [replace(one, num_layers=1) if one.granularity == "full" else one for one in columns.recomputes]
         place = {kind: index for index, kind in enumerate(dict.fromkeys(kinds))}
         merged = np.array([place[kind] for kind in kinds])[columns.recompute]
@@ -242,8 +247,8 @@ class Tables:
     def slow_hosts(self, pp: int) -> list[tuple[int, int]]:
         """Return pairs (j, h): in every placement at least j stages have slots on the h hosts with the slowest links.
 
-        j - 1 stages cannot fill these h hosts, so at least j stages have slots there. One pair is for the slowest host,
-        and the second pair for all hosts that are nearly as slow.
+        j - 1 stages cannot fill these h hosts, so at least j stages have slots there. The first pair (j, h) is for the
+        slowest host, and the second pair for all hosts that are nearly as slow.
         """
         if self.num_hosts < 2:
             return []
@@ -257,7 +262,7 @@ class Tables:
 
     def embedding_s_N(self, columns: LayoutColumns) -> Floats:
         """Return the seconds to reduce the gradients of the word embedding that the first and the last stage share."""
-        # A layout without a second stage may have a single slot, for which the fabric knows no link.
+        # A layout with a single stage may use a single slot, and a cluster of one slot has no links.
         if not parameters.has_two_embeddings(self.job.model) or not (columns.pp > 1).any():
             return np.zeros(len(columns))
         each_bytes = parameters.gradient_bytes_per_parameter(self.job)
@@ -267,7 +272,7 @@ class Tables:
         return np.asarray(seconds_U[group_N.reshape(-1)] * (columns.pp > 1))
 
     def _exchange_s_U3X(self, columns: LayoutColumns, groups_lie: GroupsLie) -> Floats:
-        """Return the exposed seconds of exchanges in forward and backward by part, then the seconds of a send.
+        """Return the exposed seconds of exchanges in forward and backward for each part, then the seconds of a send.
 
         Layouts that differ only in the micro-batch size are priced together, because message sizes are proportional to
         the micro-batch size. Only the messages of FSDP do not depend on the micro-batch size.
@@ -287,7 +292,8 @@ class Tables:
             members = group_sizes(one, instances=parameters.shard_copies(self.job))
             across: tuple[str, ...] = ("tp",) if groups_lie == "tensor across hosts" else ()
             if groups_lie == "experts across hosts":
-                # With etp above 1, the ranks of one expert may span hosts, or the ranks with equal parts of experts.
+                # With etp above 1, either the etp ranks of one expert may span hosts, or the ep ranks with equal parts
+                # of experts.
                 across = ("ep_etp", "ep") if one.etp == 1 else ("ep_etp",)
             for item in self._exchanges[one]:
                 sizes = item.size_bytes * (np.ones_like(samples) if item.is_sharding else samples)
@@ -308,7 +314,10 @@ class Tables:
 def _each(
     columns: LayoutColumns, rows: Ints, fields: tuple[Field, ...], known: Memo[T], make: Callable[[Layout], T]
 ) -> list[T]:
-    """Return a value for each row, which depends only on `fields`; build a layout only if no value is cached."""
+    """Return a value for each row of layouts from the cache, which is keyed by `fields`.
+
+    Build a layout only if its value is not cached.
+    """
     keys = columns.values(rows, *fields)
     return [
         known.get(key, lambda: make(columns.layout(row)))  # noqa: B023 - called at once
@@ -317,13 +326,13 @@ def _each(
 
 
 def split_by_code(codes_N: Ints) -> list[Ints]:
-    """Return, for each code, the indices of the rows with this code."""
+    """Return one array of row indices for each different code."""
     order = np.argsort(codes_N, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(codes_N[order])) + 1)
 
 
 _ROUNDING = 1e-9
-"""Share by which every bound is lowered, because sums run in another order than for a single layout."""
+"""Relative amount by which every bound is lowered, to cover rounding by another order of sums than in predictions."""
 _AT_ONCE = 1 << 16
 """Largest number of stages in one numpy call, small enough for the cache of the processor."""
 
@@ -337,15 +346,15 @@ class BoundColumns:
         self._tables = Tables(job, measurements, predictor.compute, predictor.fabric)
 
     def of_columns(self, columns: LayoutColumns) -> Floats:
-        """Return a lower bound over all placements of each layout; nan if the layout cannot be priced."""
+        """Return a lower bound of each layout's step time over all placements; nan if the layout cannot be priced."""
         return self._bounds_N(columns, "anywhere")
 
     def rough_of_columns(self, columns: LayoutColumns) -> Floats:
-        """Return a bound that is lower and much cheaper to compute: one direct path through each pipeline rank.
+        """Return a bound that is lower and much cheaper to compute, from one direct path through each pipeline rank.
 
         The first micro-batch reaches rank p through the first chunks of the ranks before it. Rank p runs all its
-        passes, and the last backward returns through the same chunks. Some rank has the slowest slot. Exchanges after
-        the passes are left out.
+        passes, and the last backward returns through the first chunks of the ranks before rank p. Some rank has the
+        slowest slot. This bound leaves out exchanges after the passes.
         """
         seconds_N = np.full(len(columns), np.nan)
         known = np.flatnonzero(self._tables.can_price_N(columns))
@@ -370,11 +379,12 @@ class BoundColumns:
         return seconds_N * (1 - _ROUNDING)
 
     def sharpened(self, columns: LayoutColumns) -> Floats:
-        """Return higher bounds for two or three times the work; 0 if no group inside layers fits on one host.
+        """Return higher bounds at two or three times the cost; 0 s if no group inside layers fits on one host.
 
-        One of three cases holds for the groups that fit on a host: all lie inside hosts, some tensor-parallel group
-        spans hosts, or some ranks that share experts span hosts. The result is the least bound of the three cases. If
-        the ranks that share experts are whole tensor-parallel groups, the second case is part of the third.
+        For groups that fit on a host one of three cases holds: all groups lie inside hosts, some tensor-parallel group
+        spans hosts, or some ranks that share experts span hosts. The result is the least bound of these three cases. If
+        the ranks that share experts are whole tensor-parallel groups, the case `tensor across hosts` is part of
+        `experts across hosts`.
         """
         seconds_N = np.zeros(len(columns))
         tensor_N, experts_N = self._tables.tensor_fits_hosts(columns), self._tables.experts_fit_hosts(columns)
@@ -399,7 +409,7 @@ class BoundColumns:
         columns = columns.take(known)
         crosses = groups_lie in ("tensor across hosts", "experts across hosts")
         unit = self._tables.unit_times(columns, "anywhere" if crosses else groups_lie)
-        # The same fields decide `unit` and `crossing`, so both have the same groups of layouts.
+        # The same fields of a layout decide `unit` and `crossing`, so both have the same groups of layouts.
         crossing = self._tables.unit_times(columns, groups_lie) if crosses else None
         group_N, unit_parameters_U2X = self._tables.unit_parameters(columns)
         for rows in split_by_code(codes_of([columns.pp, columns.vpp])):
@@ -432,7 +442,7 @@ class _Passes:
 
         def pipelines(unit: UnitTimes, slowness: float) -> Pipelines:
             forward_RK, backward_RK = unit.chunk_times(content.parts_KX, slowness, tables.slowest)
-            # Same rule as in `ComputeTable.chunk_passes`.
+            # Number of waits for each micro-batch, by the same rule as in `ComputeTable.chunk_passes`.
             waits_U = np.ones(len(first_U)) if kinds_UVP.shape[2] > 1 else 1 / microbatches_N[first_U]
             wake_s_U11 = (tables.compute.wake.forward_s * slowness * waits_U)[:, None, None]
             rows_U11 = rows_U[:, None, None]
@@ -453,14 +463,14 @@ class _Passes:
         if meets_receivers(tables.job, int(columns.vpp[0]), tables.compute.device_kind):
             by_paths, slow_by_paths = _with_hops_in_passes(fast), _with_hops_in_passes(slow)
         self.drains = drains(by_paths, slow=slow_by_paths if slow is not fast else None)
-        # The first stage's forward on the fastest slot, and its backward on the slowest slot. Gradient reductions start
-        # at most this time before the end of the backward.
+        # Seconds of the first stage's forward on the fastest slot, and of its backward on the slowest slot. Gradient
+        # reductions start at most this backward time before the end of the backward.
         self.first_forward_s_U = fast.forward_s_UVP[:, 0, 0]
         self.first_backward_s_U = slowest.backward_s_UVP[:, 0, 0]
 
 
 def _with_hops_in_passes(pipelines: Pipelines) -> Pipelines:
-    """Add the seconds of each message to the pass that receives it, because the receiver stays busy meanwhile."""
+    """Add the seconds of each message to the pass of its receiver, because the receiver is busy during the message."""
     shape = pipelines.forward_s_UVP.shape[1:]
     stages = int(np.prod(shape))
     hop_s_U11 = pipelines.hop_s_U[:, None, None]
@@ -477,18 +487,18 @@ class _SlowGroups(NamedTuple):
     """Seconds of reductions and gathers whose groups use hosts with slow links."""
 
     stages: int
-    """At least this number of stages has groups on slow hosts."""
+    """Least number of stages whose groups use slow hosts."""
     reduce_s_TVP: Floats
     gather_s_TVP: Floats
 
 
 class _UpdatePrices:
-    """Exchanges and updates after the passes, for each group of layouts with the same pp and vpp."""
+    """Bytes and seconds of exchanges and optimizer after the passes, for groups of layouts with the same pp and vpp."""
 
     def __init__(
         self, tables: Tables, columns: LayoutColumns, unit: tuple[Ints, Ints], content: Content, groups_lie: GroupsLie
     ) -> None:
-        """Price the exchanges and updates.
+        """Price the exchanges and optimizer steps after the passes.
 
         `unit` has the group of each layout by parameters, and the parameters of a chunk's parts for each group.
         """
@@ -517,15 +527,16 @@ class _UpdatePrices:
 
 
 def _group_slots(tables: Tables, groups: LayoutColumns, groups_lie: GroupsLie) -> tuple[Ints, Ints]:
-    """Return the slots that dense and expert groups need on their hosts, with slots that other groups must fill."""
+    """Return the slots that dense and expert groups need on their hosts, slots filled by other groups included."""
     dense_slots_T, expert_slots_T = groups.dp * groups.cp, parameters.expert_dp(groups)
     if tables.fabric.cluster.keeps_residues:
-        # Members whose ranks are equal modulo the slots of a host lie on different hosts.
+        # Two members of a group whose ranks are equal modulo the number of slots of a host lie on different hosts.
         dense_slots_T = dense_slots_T * np.gcd(groups.tp, tables.devices)
         apart_T = np.gcd(groups.ep * groups.etp, tables.devices)
         expert_slots_T = expert_slots_T * np.where(parameters.experts_lie_in_stages(groups), apart_T, 1)
     elif groups_lie == "inside hosts":
-        # Each member belongs to a different group inside the layers, and a host holds whole groups of this kind.
+        # Each member of a data-parallel group is in a different tensor-parallel or expert group, and a host holds whole
+        # groups of this kind.
         dense_slots_T = dense_slots_T * np.where(tables.tensor_fits_hosts(groups), groups.tp, 1)
         expert_slots_T = expert_slots_T * np.where(tables.experts_fit_hosts(groups), groups.ep * groups.etp, 1)
     return dense_slots_T, expert_slots_T
@@ -536,11 +547,11 @@ def _exchange_s(
 ) -> tuple[Floats, Floats]:
     """Return the seconds of gradient reduction and of parameter gathers for every stage.
 
-    `counts` are dense and expert parameters of each chunk, and `slots` the slots that dense and expert groups need on
-    their hosts. Each group has a slot on at least one of the `among` hosts with the slowest links.
+    `counts` has the dense and expert parameters of each chunk, and `slots` the slots that dense and expert groups need
+    on their hosts. Each group has a slot on at least one of the `among` hosts with the slowest links.
     """
     job, sharding = tables.job, parameters.sharding_of(tables.job)
-    # FSDP exchanges gradients and weights in the passes. The FSDP gather of embedding and head is left out.
+    # FSDP exchanges gradients and weights during the passes. The bound leaves out FSDP's gather of embedding and head.
     gradient_bytes = 0 if sharding and sharding.gradients else parameters.gradient_bytes_per_parameter(job)
     weight_bytes = 0 if sharding and sharding.weights else job.model.dtype_bytes
     reduce_s, gather_s = np.zeros(counts[0].shape), np.zeros(counts[0].shape)
@@ -563,11 +574,11 @@ def _exchange_s(
 
 
 def _step_s_N(columns: LayoutColumns, passes: _Passes, update: _UpdatePrices) -> Floats:
-    """Bound the steps: pipelines, then `StepEnd` with the best links and with the links of slow hosts."""
+    """Bound the steps by the pipelines, followed by `StepEnd` with the best links and with the links of slow hosts."""
     t = update.group_N
     buckets_N = np.where(columns.overlap_grad_reduce > 0, update.buckets_T[t], 1)
     drain_VPN = _drains_VPN(columns, passes, update, buckets_N)
-    # Only the first stage has several buckets, which are reduced during the last backward.
+    # Only the first stage has several gradient buckets, which are reduced during the last backward.
     backward_VPN = np.zeros_like(drain_VPN)
     backward_VPN[0, 0] = passes.first_backward_s_U[passes.group_N]
     buckets_VPN = np.ones(drain_VPN.shape, dtype=np.int64)
@@ -586,7 +597,8 @@ def _step_s_N(columns: LayoutColumns, passes: _Passes, update: _UpdatePrices) ->
     later_N = end.update_s_PN.max(axis=0)
     steps_N: Floats = finish_N + later_N
     for slow in update.slow_groups:
-        # At least `stages` stages use the links of slow hosts. In the best case, these are the quickest stages.
+        # At least `stages` stages use the links of slow hosts. For a lower bound, assume that the stages with the
+        # quickest exchanges use the slow hosts.
         slower = replace(
             end,
             reduce_s_VPN=_first_and_others_VPN(slow.reduce_s_TVP, t),

@@ -1,4 +1,4 @@
-"""The work of a layout in one step, and the prices (seconds) of this work on given slots and links."""
+"""Work of a layout in one step, and the prices (seconds) of this work on given slots and links."""
 
 # S = stages (model chunks), P = pipeline ranks, D = data-parallel replicas, K = placements side by side.
 
@@ -29,7 +29,7 @@ _PASSES = ("forward_s", "backward_s", "recompute_s", "weight_grad_s", "forward_i
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutWork:
-    """The work of a layout that does not depend on its placement."""
+    """Work of a layout in one step, which does not depend on the placement of ranks."""
 
     layout: Layout
     num_microbatches: int
@@ -51,12 +51,12 @@ class LayoutWork:
     reduce_kind: Collective
     gather_kind: Collective
     aligns_gathers: bool
-    """True if overlapped gathers start on all pipeline ranks at once."""
+    """True if overlapped parameter gathers start on all pipeline ranks at once."""
     loss_s: float
     """Seconds of the loss reduction over the replicas of the last stage, over the best links."""
     expert_dp: int
     shard_copies: int
-    """Argument `instances` of `Groups.of`."""
+    """Number of copies of FSDP's shards, the argument `instances` of `Groups.of`."""
     optimizer_s_P: Floats
     """Seconds of gradient scaling, optimizer and host work in one step, on a slot of speed 1."""
     rank_S: Ints
@@ -100,7 +100,10 @@ class LayoutWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """Seconds of a layout's work under K placements; axis D holds the replicas of one placement after another."""
+    """Seconds of a layout's work under K placements.
+
+    Axis D has the replicas of the first placement, then of the second, and so on.
+    """
 
     slowness_PD: Floats
     """1 / speed of the slowest slot of each pipeline rank of each replica."""
@@ -116,7 +119,7 @@ class Prices:
 
 
 def exposed_s(seconds: Floats, hidden_s: float | Floats) -> Floats:
-    """Return the seconds of an exchange that compute does not hide."""
+    """Return the exposed seconds of an exchange, during which no compute hides the exchange."""
     return np.asarray(np.maximum(seconds - hidden_s, 0.0))
 
 

@@ -1,8 +1,8 @@
-"""Pipeline schedules by name, also schedules that Megatron lacks: order of passes, memory, and time over NCCL.
+"""Pipeline schedules by name, with order, memory and time over NCCL, including schedules that Megatron lacks.
 
-The rest of the product reaches this optional part through this module only. A new schedule is a function that makes
-its order, and an entry in `SCHEDULES`. The function belongs to `facts.known_schedules` if a few counts decide the
-order, and to `drafts` if the stages' times do.
+The rest of pipette-launch imports the optional package `pipeline.extra` only through this module. A new schedule is a
+function that makes its order, and an entry in `SCHEDULES`. The function belongs to `facts.known_schedules` if a few
+counts decide the order, and to `drafts` if the times of the stages decide the order.
 """
 
 # A = actions (passes) of all ranks, S = stages, P = pipeline ranks, R = pipelines that are priced together. Rows are
@@ -56,13 +56,13 @@ class NamedSchedule:
     """A schedule with a name, and the function that makes it from counts or from the stages' times."""
 
     peak: Callable[[int, int, int], float]
-    """Function from (pp, vpp, group size) to the most micro-batches that a rank keeps. A micro-batch counts in full
-    until its weight gradient (W) has run."""
+    """Function from (pp, vpp, group size) to the most micro-batches that a rank keeps. The whole memory of a
+    micro-batch counts until its weight gradient (W) has run."""
     by_counts: Callable[[int, int, int, int], Schedule] | None = None
     """Function of (pp, vpp, micro-batches, group size)."""
     by_times: Callable[[SchedulingProblem], Schedule] | None = None
     chunks: Chunks = "one"
-    """Number of chunks that the schedule allows on each rank."""
+    """Number of chunks that the schedule allows on each rank, as a word such as `one` or `several`."""
     placement: Placement = "loop"
     splits_backward: bool = True
     refills: bool = False
@@ -72,23 +72,23 @@ class NamedSchedule:
 
 
 SCHEDULES: dict[str, NamedSchedule] = {
-    # All forwards, then all backwards.
+    # GPipe runs all forwards, then all backwards.
     "gpipe": NamedSchedule(
         peak=lambda _p, _v, _g: float("inf"), by_counts=lambda p, _v, n, _g: gpipe(p, n), splits_backward=False
     ),
-    # One forward and one backward in turn.
+    # 1F1B runs one forward and one backward in turn.
     "1f1b": NamedSchedule(
         peak=lambda p, _v, _g: p,
         by_counts=lambda p, _v, n, _g: one_forward_one_backward(p, n),
         splits_backward=False,
     ),
-    # 1F1B with up to twice the forwards ahead.
+    # Eager 1F1B runs up to twice as many forwards ahead as 1F1B.
     "eager-1f1b": NamedSchedule(
         peak=lambda p, _v, _g: 2 * p - 1,
         by_counts=lambda p, _v, n, _g: eager_one_forward_one_backward(p, n),
         splits_backward=False,
     ),
-    # Megatron's interleaved schedule of virtual stages.
+    # Interleaved 1F1B is Megatron's schedule of virtual stages.
     "interleaved-1f1b": NamedSchedule(
         peak=lambda p, v, g: (2 * (p - 1) + (v - 1) * g + 1) / v,
         by_counts=interleaved,
@@ -96,7 +96,8 @@ SCHEDULES: dict[str, NamedSchedule] = {
         splits_backward=False,
         has_groups=True,
     ),
-    # Interleaved groups, a short warm-up, W after I. Groups may be as small as half the pipeline.
+    # Schedule `gis` has interleaved groups, a short warm-up, and weight gradients directly after input gradients.
+    # Groups of `gis` may have as few micro-batches as half the pipeline ranks.
     "gis": NamedSchedule(
         peak=lambda p, v, g: (g * (v - 1) + p) / v,
         by_counts=grouped_split,
@@ -104,27 +105,27 @@ SCHEDULES: dict[str, NamedSchedule] = {
         refills=True,
         has_groups=True,
     ),
-    # 1F1B with W delayed by a count for each rank.
+    # Schedule `zb-h1` is 1F1B in which each rank delays weight gradients by a fixed number of micro-batches.
     "zb-h1": NamedSchedule(peak=lambda p, _v, _g: p, by_counts=lambda p, _v, n, _g: interleaved_zero_bubble(p, 1, n)),
-    # Interleaved groups, a short warm-up, W delayed.
+    # Schedule `interleaved-zb` has interleaved groups, a short warm-up, and delayed weight gradients.
     "interleaved-zb": NamedSchedule(
         peak=lambda p, _v, _g: p,
         by_counts=lambda p, v, n, _g: interleaved_zero_bubble(p, v, n),
         chunks="several",
         refills=True,
     ),
-    # Zero bubble within the memory of 1F1B, and within twice this memory.
+    # ZB-1P delays weight gradients to fill bubbles within the memory of 1F1B, and ZB-2P within twice this memory.
     "zb-1p": NamedSchedule(peak=lambda p, _v, _g: p, by_times=lambda problem: zero_bubble("zb-1p", problem)),
     "zb-2p": NamedSchedule(peak=lambda p, _v, _g: 2 * p, by_times=lambda problem: zero_bubble("zb-2p", problem)),
-    # V placement within the memory of 1F1B. If passes are half a period apart from rank to rank, all ranks run the same
-    # order, so no bubble repeats in any period.
+    # V-ZB has a V placement within the memory of 1F1B. If passes are half a period apart from rank to rank, all ranks
+    # run the same order, so the steady periods have no bubble.
     "v-zb": NamedSchedule(
         peak=lambda p, _v, _g: p,
         by_times=lambda problem: v_schedule("v-zb", problem, ((3, 3, 3, 3),)),
         chunks="two",
         placement="v",
     ),
-    # V placement within half of the memory of 1F1B, and within a third.
+    # V-Half has a V placement within half of the memory of 1F1B, and V-Min within a third.
     "v-half": NamedSchedule(
         peak=lambda p, _v, _g: (p + 2) // 2,
         by_times=lambda problem: v_schedule(
@@ -139,7 +140,7 @@ SCHEDULES: dict[str, NamedSchedule] = {
         chunks="two",
         placement="v",
     ),
-    # V placement with whole backwards, within two thirds of the memory of 1F1B.
+    # 1F1B-V has a V placement with whole backwards, within two thirds of the memory of 1F1B.
     "1f1b-v": NamedSchedule(
         peak=lambda p, _v, _g: (2 * p + 2) // 3,
         by_times=one_forward_one_backward_v,
@@ -164,7 +165,7 @@ def named_schedule(
     """Return a schedule by its name.
 
     Args:
-        name: one of `SCHEDULES`.
+        name: name of the schedule in `SCHEDULES`.
         pp: pipeline ranks.
         vpp: chunks of each rank.
         num_microbatches: micro-batches of one step.
@@ -175,7 +176,8 @@ def named_schedule(
 
     Raises:
         LayoutError: no such schedule exists for these numbers; the message gives the reason.
-        FactError: times or sizes contradict each other, or no order runs within the schedule's known peak.
+        FactError: times or sizes contradict each other, or no order of passes stays within the schedule's known peak
+        memory.
 
     """
     known = _checked(name, pp, vpp, num_microbatches, group_size)
@@ -241,9 +243,9 @@ def peak_live_bytes(
 ) -> tuple[int, ...]:
     """Return the most bytes that each rank's stages hold for micro-batches whose backward is not done.
 
-    Only the order of passes matters: F takes its stage's bytes, B frees these bytes, and I frees all but the bytes that
-    W needs. For schedules of stock Megatron the result equals `cost.memory.peak.peak_live_bytes` on every
-    rank.
+    Only the order of passes matters. A forward (F) allocates the bytes of its stage, a backward (B) frees these bytes,
+    and an input gradient (I) frees all but the bytes that the weight gradient (W) needs. For schedules of stock
+    Megatron the result equals `cost.memory.peak.peak_live_bytes` on every rank.
 
     Args:
         schedule: the schedule.
@@ -268,20 +270,20 @@ def peak_live_bytes(
 
 
 _NOTHING = -1
-"""Index that means "no row"; its end is 0."""
+"""Row index that means "no row", whose end counts as time 0."""
 _NO_TIME = 0
 """Index of the duration 0, before the durations of passes."""
 
 
 class StreamEngine(Engine):
-    """Engine for schedules over NCCL: the longest path through the passes and messages of all workers.
+    """Engine that prices schedules over NCCL by the longest path through the passes and messages of all ranks.
 
-    A rank posts a send or a receive after its latest pass. The send or receive starts when this pass and the previous
-    message in the same direction have ended. A message travels once its sender and its receiver have started. A device
-    with one work queue starts passes and messages in the order in which its rank posts them. Megatron requires one
-    queue for tensor parallelism before Blackwell (CUDA_DEVICE_MAX_CONNECTIONS=1). All devices are priced with one
-    queue: of 400 random steps the worst was 3 % longer than with more queues. The multiprocessors that a waiting
-    receive occupies are not priced.
+    A rank posts a send or a receive after its latest pass. The send or receive starts when this pass and the rank's
+    previous message in the same direction have ended. A message travels when both its send and its receive have
+    started. A device with one work queue starts passes and messages in the order in which its rank posts them. Megatron
+    requires one work queue for tensor parallelism before Blackwell (CUDA_DEVICE_MAX_CONNECTIONS=1). All devices are
+    priced with one work queue, which made at most 3 % difference in 400 random steps. The predicted time ignores that a
+    waiting receive occupies multiprocessors.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -316,7 +318,7 @@ class StreamEngine(Engine):
 
     @cached_property
     def _place_of_row(self) -> Ints:
-        """Index of each row in the order of levels, followed by the index that means "no row"."""
+        """Index of each row when rows are sorted by level, followed by the index that means "no row"."""
         place = np.empty(len(self._order_A) + 1, dtype=np.int64)
         place[self._order_A] = np.arange(len(self._order_A))
         place[_NOTHING] = len(self._order_A)
@@ -336,7 +338,7 @@ class StreamEngine(Engine):
 
 
 class _Rows:
-    """Rows for passes and starts of messages; each row waits for at most two earlier rows.
+    """Table of rows, one for each pass or start of a message. Each row waits for at most two earlier rows.
 
     `duration_of` is the index of each pass's time among the durations, and `no_hop` the index of the 0 among the hops.
     """
@@ -345,15 +347,16 @@ class _Rows:
         self, programs: tuple[Program, ...], rank_S: tuple[int, ...], duration_of: dict[Action, int], *, no_hop: int
     ) -> None:
         self.table: list[tuple[int, int, int, int]] = []
-        """For each row: previous row, row whose result is needed, message from that row, and duration."""
+        """Indices for each row: previous row, row whose result is needed, message that brings this result, and
+        duration."""
         self.level: list[int] = []
-        """Length of the longest chain of rows before each row."""
+        """Number of rows in the longest chain that must end before each row."""
         self.row_of: dict[Action | Message, int] = {}
         self._no_hop = no_hop
         self._last = [_NOTHING] * len(programs)
-        """Latest row of each rank; the rank's next row starts after its end."""
+        """Latest row of each rank. The next row of the rank starts after the end of this latest row."""
         self._posted: dict[Message, int] = {}
-        """Row in which the first end of a message, send or receive, was posted."""
+        """Row that posted a message's send or receive, whichever was posted first."""
         self._before: dict[tuple[int, tuple[int, int]], Message] = {}
         """Latest message that a rank has posted in a direction, by (rank, direction)."""
         at = [0] * len(programs)

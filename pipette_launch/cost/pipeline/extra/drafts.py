@@ -1,8 +1,8 @@
-"""Schedules decided by the times of the stages: orders of passes whose weight gradients fill gaps.
+"""Schedules whose order of passes depends on the times of the stages, and whose weight gradients fill gaps.
 
 `fill` runs a given order with real times within a memory limit, and puts weight gradients (W) into the gaps in which a
-rank would wait. `best_draft` tries several orders and rules, and improves the best drafts. The module has orders for
-zero bubble (1F1B with delayed W) and for V placements (repeated building blocks).
+rank would wait. `best_draft` tries several orders of passes with several rules for gaps, and improves the best drafts.
+This module makes orders for zero bubble (1F1B with delayed W) and for V placements (repeated building blocks).
 """
 
 # S = stages, P = pipeline ranks, M = micro-batches. Kinds of passes: F = forward, B = whole backward, I = input
@@ -36,7 +36,7 @@ _SLACK = 1e-9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulingProblem:
-    """A pipeline to be scheduled, with its times and memory limits."""
+    """Pipeline that needs a schedule, with its times and memory limits."""
 
     pp: int
     vpp: int
@@ -76,7 +76,7 @@ class SchedulingProblem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FillRules:
-    """Rules for the actions that a rank runs while it waits for the next action of its order."""
+    """Rules for the actions that a rank runs while it waits for the input of the next action in its order."""
 
     weight_gap: float
     """A weight gradient (W) fills a gap if the gap is at least this multiple of the W's length."""
@@ -85,19 +85,19 @@ class FillRules:
     pull_gap: float = 0.0
     """A later action fills a gap if the gap is at least this multiple of the action's length."""
     pull_first: bool = False
-    """True if a later action fills a gap rather than a W that also fits."""
+    """True if a later action has priority over a weight gradient when both fit into the gap."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftSchedule:
-    """Simulated actions of each rank, with start and end."""
+    """Simulated schedule: the actions of each rank, with start and end."""
 
     ranks: tuple[tuple[tuple[float, float, Action], ...], ...]
     complete: bool
 
     @property
     def makespan_s(self) -> float:
-        """End of the last action."""
+        """Time at which the last action of the draft ends."""
         return max(rank[-1][1] for rank in self.ranks)
 
     def score_s(self, problem: SchedulingProblem) -> float:
@@ -109,7 +109,7 @@ class DraftSchedule:
         return max(rank[-1][1] - rank[0][0] for rank in self.ranks)
 
     def schedule(self, name: str, problem: SchedulingProblem) -> Schedule:
-        """Return this draft as a schedule."""
+        """Return this draft as a `Schedule`."""
         return Schedule(
             name=name,
             pp=problem.pp,
@@ -125,14 +125,17 @@ def fill(
 ) -> DraftSchedule:
     """Simulate an order: each rank runs its next action as soon as possible, and fills waits as the rules allow.
 
-    A forward that would exceed the limit waits for a W that frees memory. If no W is due, the draft stays incomplete. A
-    rank waits for the actions in `patient` without filling the gap before them.
+    A forward that would exceed the memory limit waits for a weight gradient that frees memory. If no weight gradient is
+    due, the draft stays incomplete. A rank waits for the actions in `patient` without filling the gap before them.
     """
     return _Clock(problem, order, rules, patient).run()
 
 
 class _Clock:
-    """State of one simulation. An event is a time at which a rank may start an action; a busy rank ignores events."""
+    """State of one simulation of an order.
+
+    An event is a time at which a rank may start an action; a busy rank ignores events.
+    """
 
     def __init__(
         self, problem: SchedulingProblem, order: PassOrder, rules: FillRules, patient: frozenset[Action]
@@ -155,7 +158,7 @@ class _Clock:
         self.free_s = [0.0] * problem.pp
         self.ran: list[list[tuple[float, float, Action]]] = [[] for _ in order]
         self.events = [(0.0, rank) for rank in range(problem.pp)]
-        # For each rank, stage and kind: the place of each micro-batch's pass in the rank's order.
+        # Index in the rank's order of each micro-batch's pass, by rank, stage and kind.
         self.chains: list[defaultdict[tuple[int, str], list[int]]] = []
         for actions in order if rules.pull != "none" else ():
             self.chains.append(defaultdict(list))
@@ -228,7 +231,7 @@ class _Clock:
         return best
 
     def leaves_room(self, rank: int, stage: int, place: int) -> bool:
-        """Return True if earlier actions of the order still fit in memory after a pulled forward.
+        """Return True if a later forward may run early, so that all actions before it in the order still fit in memory.
 
         The check assumes that each W runs directly after its I.
         """
@@ -285,8 +288,7 @@ class _Clock:
         hops = self.problem.times.forward_hop_s if kind == "F" else self.problem.times.backward_hop_s
         arrival_s = end_s + (hops[min(stage, target)] if rank != self.rank_S[stage] else 0.0)
         self.arrival[kind][target][microbatch] = arrival_s
-        # A busy rank checks the next action of its order when it becomes free. With several chunks it may pull this
-        # action.
+        # A busy rank checks the next action of its order when the rank becomes free.
         if self.chains or self.free_s[rank] <= now:
             heapq.heappush(self.events, (max(arrival_s, self.free_s[rank]), rank))
 
@@ -303,30 +305,31 @@ _TRIES = 4
 """`polish` first lets a rank wait at all gaps together, and then at each of at most this number of gaps alone."""
 _FINALISTS = 6
 _KEPT = 3
-"""Number of drafts that are polished."""
+"""Number of best drafts that `polish` tries to shorten."""
 _ACTIONS = 1_000_000
-"""Most actions that are simulated to choose a draft. Polishing may simulate another quarter of this number, so any
-pipeline takes seconds."""
+"""Most actions that are simulated to choose a draft, so that choosing takes seconds. Polishing may simulate another
+quarter of this number."""
 _SAME = 1e-9
 
 Ran = tuple[float, float, Action]
 Choice = tuple[int, FillRules]
-"""Index of an order, and rules for the weight gradients in this order."""
+"""Pair of an index of an order, and rules for the weight gradients in this order."""
 
 
 def best_draft(
     problem: SchedulingProblem, orders: Callable[[SchedulingProblem], Iterable[PassOrder]], rules: Sequence[FillRules]
 ) -> DraftSchedule:
-    """Try every order with all rules, and polish the shortest drafts by the problem's objective.
+    """Simulate every order with all rules, and polish the drafts that are shortest by the problem's objective.
 
-    A long step is first tried with its first few micro-batches, because the later ones repeat the same pattern. So the
-    number of orders must not depend on the problem. Raises FactError if no order runs to its end within the limits.
+    For a long step, the orders are first compared over its first few micro-batches, because later micro-batches repeat
+    the same pattern. So `orders` must return the same number of orders for fewer micro-batches. Raises FactError if no
+    order runs to its end within the limits.
     """
     pairs = itertools.product(range(len(tuple(orders(problem)))), range(len(rules)))
-    # Orders and rules are tried by rising index, because the time may not suffice for all.
+    # Orders and rules are tried by rising index, because the limit on simulated actions may not allow all of them.
     choices = [(place, rules[number]) for place, number in sorted(pairs, key=lambda pair: (sum(pair), pair))]
     if len(choices) > max(_fills(problem), _FINALISTS):
-        # Number of micro-batches that fill the pipeline, run a while, and drain the pipeline.
+        # Number of micro-batches that suffice to fill the pipeline, run its steady part, and drain the pipeline.
         few = min(problem.num_microbatches, 3 * problem.pp)
         shorter = dataclasses.replace(problem, num_microbatches=few)
         tried = choices[: max(_fills(shorter), _FINALISTS)]
@@ -351,7 +354,7 @@ def polish(
 ) -> DraftSchedule:
     """Let ranks wait instead of filling a gap whose action delays the critical path, while this shortens the step.
 
-    The order is simulated at most `fills` times.
+    This function simulates the order at most `fills` times.
     """
     patient: frozenset[Action] = frozenset()
     while draft.complete and fills > 0:
@@ -386,13 +389,13 @@ def _ranked(
 
 
 def _waits(problem: SchedulingProblem, draft: DraftSchedule) -> Iterator[frozenset[Action]]:
-    """Yield sets of actions that a preceding W delays: for each message on the critical path, the actions before it."""
+    """For each message on the critical path, yield the set of actions before it that a weight gradient delays."""
     where = {action: (rank, place) for rank, ran in enumerate(draft.ranks) for place, (_, _, action) in enumerate(ran)}
     lengths = [ran[-1][1] - (0.0 if problem.objective == "makespan" else ran[0][0]) for ran in draft.ranks]
     rank = lengths.index(max(lengths))
     place = len(draft.ranks[rank]) - 1
     while True:
-        # Go back to the beginning of the rank's busy time.
+        # Go back to the first of the rank's actions that run without a gap up to this action.
         while _follows(draft.ranks[rank], place):
             place -= 1
         cause = _cause(problem, draft.ranks[rank][place][2])
@@ -424,16 +427,17 @@ def _cause(problem: SchedulingProblem, action: Action) -> Action | None:
 
 _KINDS: tuple[Kind, Kind] = ("F", "I")
 WEIGHT_GAPS = tuple(FillRules(weight_gap=gap) for gap in (0.25, 0.9, 0.0, 0.5))
-"""Rules that are tried for a weight gradient (W): it fills any gap, or only gaps that it nearly fits. The best rule
-depends on the times (measured)."""
+"""Rules that are tried for a weight gradient (W), which fills any gap, or only gaps that are nearly as long as the
+weight gradient. Measurements show that the best rule depends on the times of the stages."""
 
 
 def zero_bubble(name: str, problem: SchedulingProblem) -> Schedule:
     """Return ZB-1P or ZB-2P (2401.10241); a rank keeps at most the memory of 1F1B's first rank, or twice this memory.
 
-    F and I are in 1F1B's order. The number of warm-up forwards depends on the limit and on the time at which the first
-    gradient comes back. Several numbers are tried, each with all rules of `WEIGHT_GAPS`. With equal stages the bubble
-    of ZB-1P is (p-1)(F+I-W+4c), which matches the rates of 2401.10241, Table 5.
+    Forwards (F) and input gradients (I) run in the order of 1F1B. The number of warm-up forwards depends on the limit
+    and on the time at which the first gradient comes back. Several numbers of warm-up forwards are tried, each with all
+    rules of `WEIGHT_GAPS`. With equal stages the bubble of ZB-1P is (p-1)(F+I-W+4c), which matches the rates of
+    2401.10241, Table 5.
     """
     return best_draft(problem, _orders, WEIGHT_GAPS).schedule(name, problem)
 
@@ -441,7 +445,7 @@ def zero_bubble(name: str, problem: SchedulingProblem) -> Schedule:
 def refilled(schedule: Schedule, problem: SchedulingProblem) -> Schedule:
     """Place a schedule's weight gradients (W) again, by real times and within the limits; F and I keep their order.
 
-    Returns the given schedule if the result is not better.
+    Returns the given schedule if the new placement of W does not shorten the step.
     """
 
     def orders(asked: SchedulingProblem) -> tuple[PassOrder, ...]:
@@ -455,7 +459,7 @@ def refilled(schedule: Schedule, problem: SchedulingProblem) -> Schedule:
 
 
 def _orders(problem: SchedulingProblem) -> Iterator[PassOrder]:
-    """Yield one order for each rule of `_warmups`: warm-up forwards, then backward and forward in turn."""
+    """Yield one order for each rule of `_warmups`, with warm-up forwards, then backward and forward in turn."""
     for ahead_P in zip(*(_warmups(problem, rank) for rank in range(problem.pp)), strict=True):
         ranks = []
         for rank, ahead in enumerate(ahead_P):
@@ -470,9 +474,10 @@ def _orders(problem: SchedulingProblem) -> Iterator[PassOrder]:
 def _warmups(problem: SchedulingProblem, rank: int) -> tuple[int, ...]:
     """Count the forwards before a rank's first backward, by five rules.
 
-    The rules are: as in 1F1B, as in eager 1F1B, the number that fits before the first gradient comes back (rounded down
-    and up), and this number if rank 0 lacks memory for some of its own forwards, so that gradients come back later.
-    Each count is at least the count of 1F1B, and at most the number that fits in memory.
+    Two rules are the counts of 1F1B and of eager 1F1B. Two more rules count the forwards that fit before the first
+    gradient comes back, rounded down and up. The fifth rule counts these forwards if rank 0 lacks memory for some of
+    its own forwards, so that gradients come back later. Each count is at least the count of 1F1B, and at most the
+    number of forwards that fit in memory.
     """
     most, behind = problem.num_microbatches, problem.pp - rank
     room_P = [limit / held if held else math.inf for limit, held in zip(problem.limit_P, problem.held_S, strict=False)]
@@ -499,7 +504,7 @@ PERIOD = 6
 Slots = tuple[int, int, int, int]
 Block = tuple[Slots, ...]
 Slopes = tuple[int, int, int, int]
-"""Units of time from a pass on one rank to the same pass on the next rank, for each of the four passes."""
+"""Slopes: units of time from a pass on one rank to the same pass on the next rank, for each of the four passes."""
 
 SPLIT_RULES = (
     FillRules(weight_gap=0.5),
@@ -517,14 +522,14 @@ WHOLE_RULES = (
 )
 
 _BLOCKS = 6
-"""Number of blocks that are tried for each tuple of slopes."""
+"""Number of building blocks that are tried for each tuple of slopes."""
 
 
 def v_schedule(name: str, problem: SchedulingProblem, slopes: Sequence[Slopes]) -> Schedule:
     """Return V-ZB, V-Half or V-Min: the best draft from blocks with these slopes, simulated with real times.
 
-    Peaks stay within the problem's limits. The default limits of V-ZB, V-Half and V-Min are p, floor((p+2)/2) and
-    floor((p+4)/3) micro-batches (2405.15362).
+    The peak memory of each rank stays within the problem's limits. The default limits of V-ZB, V-Half and V-Min are p,
+    floor((p+2)/2) and floor((p+4)/3) micro-batches (2405.15362).
     """
 
     def orders(asked: SchedulingProblem) -> Iterator[PassOrder]:
@@ -545,7 +550,7 @@ def one_forward_one_backward_v(problem: SchedulingProblem) -> Schedule:
 
 
 def order_of_block(block: Block, num_microbatches: int, backward: Kind) -> PassOrder:
-    """Repeat a block for every micro-batch, and return each rank's passes in the order of their slots."""
+    """Repeat a building block for every micro-batch, and return each rank's passes in the order of their slots."""
     pp = len(block)
     ranks = []
     for rank, slots in enumerate(block):
@@ -566,7 +571,7 @@ def order_of_block(block: Block, num_microbatches: int, backward: Kind) -> PassO
 
 @lru_cache(maxsize=256)
 def linear_blocks(pp: int, slopes: Slopes) -> tuple[Block, ...]:
-    """Return blocks whose passes are `slopes` units apart from rank to rank; blocks with least memory come first.
+    """Return building blocks whose passes are `slopes` units apart from rank to rank, those with least memory first.
 
     A micro-batch may wait up to 5 units at each of the V's three turns. A block is kept if no two passes of a rank
     coincide.
@@ -583,7 +588,8 @@ def linear_blocks(pp: int, slopes: Slopes) -> tuple[Block, ...]:
             for rank in range(pp)
         )
         if all(len({slot % PERIOD for slot in slots}) == 4 for slots in block):
-            # Units of time for which a micro-batch's activations are kept, on the rank with the largest sum.
+            # Units of time for which the activations of a micro-batch are kept, on the rank that keeps activations
+            # longest.
             life = max(slots[3] - slots[0] + slots[2] - slots[1] for slots in block)
             blocks.append((life, block))
     return tuple(block for _, block in sorted(blocks))
@@ -597,8 +603,9 @@ Residues = tuple[int, int, int, int]
 def short_lived_blocks(pp: int) -> tuple[Block, ...]:
     """Return the blocks that keep activations for the shortest time, one for each pattern of the first rank.
 
-    A whole backward takes two units. On every rank the four passes fill the period, so a rank has one of 36 patterns.
-    The patterns of neighbouring ranks fix the delay between them, so the best block is a shortest path over the ranks.
+    A whole backward takes two units of time, and a forward takes one unit. On every rank the two forwards and two
+    backwards fill the period of six units, so a rank has one of 36 patterns. The patterns of neighbouring ranks fix the
+    delay between them, so the best block is a shortest path over the ranks.
     """
     patterns = []
     for first, second, back, last in itertools.product(range(PERIOD), repeat=4):
@@ -631,7 +638,7 @@ def _between(own: Residues, after: Residues) -> int:
 
 
 def _block_of(ranks: tuple[Residues, ...]) -> Block:
-    """Return the block with these patterns on its ranks; the first slot of rank 0 is 0."""
+    """Return the building block with these patterns on its ranks. The first slot of rank 0 is 0."""
 
     def slots(ways: tuple[Residues, ...], which: int, units: int, start: int) -> list[int]:
         """Return the slots of one pass on each rank, in the order in which a micro-batch visits the ranks."""

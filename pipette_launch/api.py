@@ -31,7 +31,7 @@ def measure(command: Sequence[str]) -> Measurements:
 
     Raises:
         UsageError: pipette-launch cannot read the words of the command.
-        ProbeError: measuring failed. The error has the last line of the child's output.
+        ProbeError: measuring failed. The error message has the last line of the child's output.
 
     """
     words = checked_words(command)

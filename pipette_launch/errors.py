@@ -41,7 +41,7 @@ class FactError(PipetteError, ValueError):
 
 
 class LayoutError(FactError):
-    """The degrees do not form a legal layout."""
+    """The parallel degrees do not form a legal layout."""
 
 
 class MegatronError(PipetteError):

@@ -48,7 +48,7 @@ def _not_installed(missing: list[str]) -> PipetteError:
 
 
 def compiled(name: str) -> ModuleType | None:
-    """Import a compiled module of `pipette_launch` by name. None = it was not compiled, so the caller uses numpy."""
+    """Import a compiled module of `pipette_launch` by name. Return None if the module was not compiled."""
     try:
         return import_module(f"pipette_launch.{name}")
     except ImportError:

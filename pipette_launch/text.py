@@ -75,7 +75,7 @@ def plural(noun: str, count: int) -> str:
 
 
 def nearest_word(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return the known word that is spelt most like `word`, or an empty string.
+    """Return the known word with the spelling nearest to `word`, or an empty string.
 
     `cutoff` is the least similarity of both words, 0 to 1, measured by `difflib`.
     """
@@ -91,7 +91,7 @@ def did_you_mean(word: str, known: Iterable[str], *, otherwise: str = "") -> str
 def printable(text: str, *, keep: str = "") -> str:
     r"""Replace each unprintable character by an escape such as `\x1b`, so that text cannot control the terminal.
 
-    Control characters, line ends and bidirectional marks are unprintable. Characters in `keep` stay.
+    Control characters, line ends and bidirectional marks are unprintable. Characters in `keep` are not replaced.
     """
     if text.isprintable():
         return text
@@ -104,7 +104,7 @@ class _EscapingFormatter(logging.Formatter):
 
 
 def escape_log_lines() -> None:
-    """Print the log messages of this process without a prefix, and with unprintable characters escaped."""
+    """Format log messages of this process without a prefix, and with unprintable characters escaped."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_EscapingFormatter())
 

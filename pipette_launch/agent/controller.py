@@ -1,4 +1,4 @@
-"""Base class of the program that decides for an agent, and chooses the command of the workers."""
+"""Base class of a controller, which decides for an agent and chooses the command of the workers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from pipette_launch.probe.messages import Sign, last_error, last_sign
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """A node, as torchrun's flags describe it."""
+    """Description of a node by torchrun's flags."""
 
     entrypoint: str | Callable[..., Any]
-    """Program that torchrun would start as a worker."""
+    """Program or function that torchrun would start as a worker."""
     arguments: tuple[str, ...]
     num_slots: int
     address: str
     interruption: type[Exception]
-    """Exception that a signal to the agent raises. The exception must reach torch, and does not count as a failure."""
+    """Exception that a signal to the agent raises. The exception of a signal must reach torch, and does not count as a
+    failure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +37,10 @@ class WorkerCommand:
 
 
 class Controller(ABC):
-    """Decides what each node runs. `decide`, `after_warmup` and `after_trial` run on the deciding node only."""
+    """Controller that decides what each node runs.
+
+    `decide`, `after_warmup` and `after_trial` run on the deciding node only.
+    """
 
     progress_folder: Path
     """Folder where the warm-up's workers of this node write their progress."""
@@ -45,7 +49,7 @@ class Controller(ABC):
     warmup_deadline_s: float
     """Seconds after which a warm-up counts as hung."""
     slowed: str = ""
-    """Sentence about slower steps if these are a reason to measure all machines again; else empty."""
+    """Sentence about slower training steps if the slowdown is a reason to measure all machines again; else empty."""
 
     @abstractmethod
     def begin(self, node: Node) -> str:
@@ -57,11 +61,11 @@ class Controller(ABC):
 
     @abstractmethod
     def decide(self, records: Sequence[NodeRecord], held: Decision | None, lost: Mapping[str, str]) -> Decision:
-        """Decide the next phase of all nodes; `lost` maps lost hosts of the last round to reasons."""
+        """Decide the next phase of all nodes; `lost` maps each lost host to the reason."""
 
     @abstractmethod
     def after_warmup(self, decision: Decision, failure: str) -> Decision:
-        """Make a plan from the measurements; `failure` says why the warm-up failed, or is empty."""
+        """Make a plan from the measurements; `failure` is the reason why the warm-up failed, or empty."""
 
     @abstractmethod
     def after_trial(self, decision: Decision, report: TrialReport) -> Decision:
@@ -75,14 +79,14 @@ class Controller(ABC):
         """Store a decision; `speaks` is true on the one node that prints for the user."""
 
     def saw_line(self, line: str) -> float | None:  # noqa: B027 - an optional hook
-        """Read a line of the last rank's stdout; return its step time (s) if it reports an iteration, else None."""
+        """Read a line of the last rank's stdout; return the step time (s) if it reports an iteration, else None."""
 
     def trained(self, *, lived_s: float, exit_codes: Collection[int]) -> bool:  # noqa: ARG002
         """Return whether workers trained although they printed no iteration."""
         return False
 
     def warmup_goes_on(self, *, leads: bool) -> None:  # noqa: B027 - an optional hook
-        """Show the progress of the warm-up, if this node leads it; called several times a second."""
+        """Show the progress of the warm-up, if this node runs RANK 0; called several times a second."""
 
     def workers_are_gone(self) -> None:  # noqa: B027 - an optional hook
         """Wait until the devices are free; called when no worker of a warm-up or trial is left on this node."""

@@ -1,7 +1,7 @@
 """torchrun with Pipette's agent, which measures the machines before training, and takes ranks from the plan.
 
 The agent overrides hooks of torch's LocalElasticAgent, and each override calls the original hook. Warm-up and training
-are two phases of ONE rendezvous round, because a second rendezvous would let spare nodes replace measured ones.
+are two phases of ONE rendezvous round, because a second rendezvous would let spare nodes replace measured nodes.
 """
 
 from __future__ import annotations
@@ -46,11 +46,14 @@ MONITOR = "FT_RANK_MONITOR_IPC_SOCKET"
 
 
 class _NothingToRun(Exception):  # noqa: N818
-    """The decision is to stop. The exception leaves torch's loop, which has no other way to end without workers."""
+    """The agents decided to stop the job.
+
+    This exception ends torch's monitoring loop, which cannot end in another way without workers.
+    """
 
 
 class PipetteAgent(LocalElasticAgent):
-    """The agent of one node. Its controller makes all decisions."""
+    """The agent of one node. The agent's controller makes all decisions."""
 
     def __init__(
         self,
@@ -61,7 +64,8 @@ class PipetteAgent(LocalElasticAgent):
         rendezvous_settings: rendezvous.RendezvousSettings,
         **kwargs: Any,
     ) -> None:
-        # If this variable is set, torch assumes equal nodes, and assigns ranks without asking the nodes.
+        # If TORCH_ELASTIC_WORKER_IDENTICAL is set, torch assumes equal nodes, and assigns ranks without asking the
+        # nodes.
         os.environ.pop("TORCH_ELASTIC_WORKER_IDENTICAL", None)
         self._handler = rendezvous_handler.AgentStoreHandler(
             spec.rdzv_handler, rendezvous_settings, is_round_over=self._is_round_over
@@ -125,7 +129,7 @@ class PipetteAgent(LocalElasticAgent):
                 self._decision, self._round_store = self._meet()
                 has_met = True
             except Rejoin as rejoin:
-                if str(rejoin) == LEFT_OUT:  # The other nodes went on, so this agent's knowledge is outdated.
+                if str(rejoin) == LEFT_OUT:  # The other nodes went on, so this agent's last decision is outdated.
                     self._decision, self._attempt = None, Attempt()
         self._apply(worker_group)
 
@@ -163,7 +167,7 @@ class PipetteAgent(LocalElasticAgent):
         worker_group.group_world_size = len(decision.tokens)
         key, self._store_of_phase = f"store/{decision.key}", None
         if 0 in ranks:
-            # The port is free, and not the rendezvous port: RANK 0 may be far from the host of the rendezvous.
+            # Use any free port of the node of RANK 0, because this node may not be the host of the rendezvous.
             self._store_of_phase = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             round_store.put(key, f"{self._address} {self._store_of_phase.port}")
         place = round_store.take(key, what="the store of RANK 0", deadline_s=PEER_WAIT_S)
@@ -183,8 +187,8 @@ class PipetteAgent(LocalElasticAgent):
         if self._bindings:
             self._set_up(worker_group.spec, decision)
         else:
-            # torch starts zero workers of a program, so that its agent installs its signal handlers. torch cannot start
-            # zero workers of a function.
+            # On a node without workers, torch's agent still starts zero workers, and so installs its signal handlers.
+            # The entrypoint is a program, because torch cannot start zero workers of a function.
             worker_group.spec.entrypoint, worker_group.spec.args = sys.executable, ()
             self._logs_specs = NoLogs()
         self._attempt = Attempt(index=decision.attempt if decision.phase == "train" else -1, began_s=time.monotonic())
@@ -263,11 +267,11 @@ class PipetteAgent(LocalElasticAgent):
         return self._succeeded(worker_group)
 
     def _note_failure(self, result: RunResult, round_store: RoundStore, first_iteration: FirstIteration) -> None:
-        """Agree with all nodes whether the job died before its first iteration, and call them to a meeting."""
+        """Agree with all nodes whether the job died before its first iteration, and call all nodes to a meeting."""
         self._failed = result
-        # Raise torch's count, because the next decision of all nodes, and not torch's count, ends the job.
+        # Undo torch's decrease of the remaining restarts, because only a decision of all nodes ends the job.
         self._remaining_restarts += 1
-        # Read the last lines of output first, because these may report an iteration.
+        # First read the last lines of the workers' output, because these lines may report an iteration.
         self._close_streams()
         trained = first_iteration.has_trained(wait_s=NEWS_S) or self._controller.trained(
             lived_s=time.monotonic() - self._attempt.began_s,
@@ -285,7 +289,7 @@ class PipetteAgent(LocalElasticAgent):
     # -- the end --------------------------------------------------------------------------------------------------
 
     def run(self, *args: Any, **kwargs: Any) -> RunResult:
-        """Run the job. Cleaning up after torch's end must not delay a signal to the workers."""
+        """Run the job. The cleanup after torch's loop must not delay a signal to the workers."""
         signalled = False
         try:
             result: RunResult = super().run(*args, **kwargs)
@@ -293,7 +297,8 @@ class PipetteAgent(LocalElasticAgent):
             signalled = True
             raise
         finally:
-            # Workers that got a signal may have printed more, for example about a saved checkpoint.
+            # Read the output again, because workers that got a signal may have printed more, for example about a saved
+            # checkpoint.
             self._drop_logs(patience_s=SIGNALLED_S if signalled else None)
             if self._round_store is not None and not signalled:
                 holds_store = self._round_store.is_coordinator or self._rendezvous_settings.may_host_store
@@ -399,7 +404,7 @@ def drop_shared_monitor(environ: MutableMapping[str, str], *, num_workers: int) 
     """Remove ft_launcher's rank monitor from the environment if a node has several workers.
 
     The monitor serves one worker at a time. The other workers would wait three minutes for the monitor and fail.
-    Without the variable these workers fail at once with a clear message.
+    Without the monitor's environment variable, the other workers fail at once with a clear message.
     """
     if num_workers > 1 and environ.pop(MONITOR, None) is not None:
         sys.stderr.write(

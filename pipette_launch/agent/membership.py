@@ -22,7 +22,7 @@ PROBE_S = 0.5
 PROOF_S = 1.5
 """Seconds that an agent gets to answer, if other agents believe that the agent is lost."""
 REJOIN = "rejoin"
-"""Answer that sends all agents through torch's rendezvous again, because another node waits there."""
+"""Answer that sends all agents through torch's rendezvous again, because another node waits in torch's rendezvous."""
 LEFT_OUT = "left out"
 """Answer to an agent if the other agents went on without that agent."""
 
@@ -36,7 +36,7 @@ class Rejoin(Exception):  # noqa: N818
 
 
 class Membership:
-    """The agents of a job, as this agent knows them."""
+    """One agent's knowledge of all agents of its job."""
 
     def __init__(self, token: str, address: str, node_rank: int) -> None:
         self._server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -45,13 +45,13 @@ class Membership:
         """Store where other agents announce their arrival while this agent leads the meeting."""
         self._members: tuple[Member, ...] = ()
         self._lost: dict[str, str] = {}
-        """Reasons why members are believed lost, by token. The next meeting does not wait for these members."""
+        """Reasons why members are believed lost, by token. The next meeting does not wait for lost members."""
         self._surely_gone: set[str] = set()
         """Lost members that have surely ended, as reported by their kernels or by the members themselves."""
         self._leader: Member | None = None
-        """The agent that decided last."""
+        """The agent that made the last decision."""
         self._leader_store: Store | None = None
-        """Client of the store of the agent that decided last; None if this agent decided."""
+        """Client of the store of the agent that made the last decision; None if this agent made the last decision."""
         self._round_store: RoundStore | None = None
         self._finders: tuple[PeerWatch | ReachSweep, ...] = ()
         """Threads that look for lost agents during the round."""
@@ -72,7 +72,7 @@ class Membership:
             ]
             found = [files.loads(Member, text, f"address of node {rank}") for rank, text in enumerate(texts)]
             if min(member.node_rank for member in found) >= 0:
-                # Static rendezvous promises the order of --node-rank; group ranks follow the addresses.
+                # A static rendezvous promises the order of --node-rank, but torch's group ranks follow the addresses.
                 found.sort(key=lambda member: member.node_rank)
             met.put("members", files.dumps(Members(generation="", members=tuple(found))))
         text = met.take("members", what="the list of nodes", deadline_s=PEER_WAIT_S)
@@ -118,13 +118,13 @@ class Membership:
                 return self._lead(record, held, decide, is_awaited)
             try:
                 if leader == self._leader and self._leader_store is not None and self._round_store is not None:
-                    # If the leader was silent in the round, this check avoids a second wait.
+                    # If the leader did not answer during the round, this check avoids a second wait for the leader.
                     self._round_store.check_is_there()
                 return self._follow(leader, record, held)
             except StoreGone as error:
                 known, self._leader_store = self._leader_store, None
                 if known is not None and str(error) == BROKEN:
-                    # Perhaps only the connection broke, so open a new connection.
+                    # Perhaps only the connection to the leader broke, so open a new connection.
                     continue
                 logger.warning("the agent at %s no longer decides: %s", leader.address, error)
                 self._lost[leader.token] = str(error)
@@ -147,7 +147,7 @@ class Membership:
         desk.put(f"arrival/{self._own.token}", files.dumps(arrival))
         generation = self._answer(leader, desk)
         if generation in (REJOIN, LEFT_OUT):
-            # A later meeting must not take this arrival for a new one.
+            # Delete this agent's arrival, so that no later meeting takes it for a new arrival.
             desk.drop(f"arrival/{self._own.token}")
             self._members = ()
             raise Rejoin(generation)
@@ -185,7 +185,7 @@ class Membership:
             # The list of a thousand nodes is long, so each node reads the list only after a change.
             now = desk.peek("round")
             if now not in (None, last):
-                # The answer may still be under way, or may answer an older arrival of this agent.
+                # The leader may not have stored its answer yet, or may have answered an older arrival of this agent.
                 return now if self._own in self._list(desk, now).members else LEFT_OUT
             if time.monotonic() > ends_s:
                 raise ClusterError(
@@ -252,7 +252,7 @@ class Membership:
         return arrivals
 
     def _probe(self, missing: Sequence[Member], missed_s: dict[str, float]) -> None:
-        """Mark agents as lost that have not answered for long; `missed_s` maps tokens to the first failure's time."""
+        """Mark agents as lost after a long silence; `missed_s` maps a token to the time of the first missed answer."""
         with ThreadPoolExecutor(min(len(missing), 32)) as pool:
             found = list(pool.map(self._look_for, missing))
         now_s = time.monotonic()
@@ -269,11 +269,11 @@ class Membership:
     def _look_for(self, member: Member) -> tuple[str, str]:
         """Return why an agent is out of reach and why others believe it lost; both are empty if the agent answers."""
         why, lost = why_unreachable(member, timeout_s=PROBE_S), self._reported(member, "lost")
-        # The kernel of a stopped process accepts connections; the store of a working agent also answers.
+        # The kernel accepts connections for a stopped process, so check that the agent's store also answers.
         return why, lost if lost and (why or not answers(member, within_s=PROBE_S)) else ""
 
     def _reported(self, member: Member, what: str) -> str:
-        """Return what agents reported about a member, if this agent led the round: `left` or `lost`; else empty."""
+        """Return the report under `left` or `lost` (`what`) about a member; empty unless this agent led the round."""
         if self._round_store is None or self._leader != self._own:
             return ""
         return self._round_store.peek(f"{what}/{member.token}") or ""
@@ -282,7 +282,8 @@ class Membership:
         """Raise ClusterError unless this part of a divided network is the only part that may continue the job."""
         came = 1 + num_arrivals
         possible = len(self._members) - len(self._surely_gone)
-        # Before the first meeting no agent has led. A halved network then goes on in the half with the first agent.
+        # Before the first meeting no agent has led. If the network is cut into halves then, only the half with the
+        # first agent continues.
         keeps_store = self._own == (self._leader or self._members[0])
         if 2 * came > possible or (2 * came == possible and keeps_store):
             return
@@ -302,7 +303,7 @@ class Membership:
         self._out_of_reach |= {token for pair in known.cut if self._own.token in pair for token in pair}
         self._out_of_reach.discard(self._own.token)
         place = self._members.index(self._own)
-        # The watch observes the next agent after this agent, and the sweep visits all remaining agents in turn.
+        # PeerWatch observes the next agent in the list, and ReachSweep connects to all remaining agents in turn.
         turned = (*self._members[place + 1 :], *self._members[:place])
         others = [member for member in turned if member.token not in self._out_of_reach]
         self._finders = (PeerWatch(others[0]), ReachSweep(others[1:])) if others else ()
@@ -338,7 +339,7 @@ class Membership:
 
 
 def cut_links(missed: Mapping[str, Collection[str]]) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of agents without a working link; `missed` has the agents that an agent cannot reach."""
+    """Return the pairs of agents without a working link; `missed` maps an agent to the agents out of its reach."""
     pairs = {(min(one, peer), max(one, peer)) for one, peers in missed.items() for peer in peers if peer in missed}
     return tuple(sorted(pairs))
 
@@ -369,9 +370,10 @@ def best_left_out(pairs: Collection[tuple[str, str]], order: Sequence[str]) -> d
 def out_of_reach(
     agents: Sequence[Member], cut: Collection[tuple[str, str]], *, standby: Collection[str]
 ) -> dict[str, str]:
-    """Return the tokens of the agents to leave out, each with a reason: the address that cannot reach the agent.
+    """Return the tokens of the agents to leave out, each with a reason: an address that cannot reach the agent.
 
-    Agents on `standby`, which have no workers, are left out before other agents. `cut` has pairs of tokens.
+    Agents on `standby`, which have no workers, are left out before other agents. `cut` has the tokens of each pair of
+    agents that cannot reach each other.
     """
     address = {agent.token: agent.address for agent in agents}
     left_out = best_left_out(cut, sorted(address, key=lambda token: token in standby))

@@ -57,13 +57,16 @@ class LostFinder(threading.Thread):
 
 
 class PeerWatch(LostFinder):
-    """Watches one other agent by an open connection."""
+    """Thread that watches one other agent by an open connection."""
 
     def __init__(self, peer: Member) -> None:
         super().__init__([peer], f"{STORE_THREAD}-watch")
 
     def run(self) -> None:
-        """Watch the agent until it is lost. After a fault of this process, connect again."""
+        """Watch the agent until it is lost.
+
+        After a fault of this process, such as too many open files, connect again.
+        """
         while not (self.lost or self._is_over.wait(RETRY_S)):
             self._has_answer.clear()
             self.lost = self._why_connection_ended(self._peers[0])
@@ -93,7 +96,7 @@ class PeerWatch(LostFinder):
 
 
 class ReachSweep(LostFinder):
-    """Connects to the other agents in turn, until an agent is lost."""
+    """Thread that connects to the other agents in turn, until an agent is lost."""
 
     def __init__(self, peers: Sequence[Member]) -> None:
         super().__init__(peers, "pipette-reach")
@@ -113,8 +116,8 @@ class ReachSweep(LostFinder):
 def connected(peer: Member, *, within_s: float) -> Store:
     """Return a client of an agent's store.
 
-    Raises TimeoutError if the store does not answer, for which torch itself would wait for ever if the process is
-    stopped. Raises RuntimeError if no store listens at this address.
+    Raises TimeoutError if the store does not answer. torch itself would wait for ever for the store of a stopped
+    process. Raises RuntimeError if no store listens at this address.
     """
     return within(within_s, lambda: TCPStore(peer.address, peer.port, is_master=False, wait_for_workers=False))
 

@@ -24,11 +24,11 @@ from pipette_launch.facts.messages import AttemptEnd, Decision, Failure
 
 NEWS_S = 1.0
 """Seconds that a node with a dead worker waits to learn whether another node saw an iteration. The agent of the last
-rank looks once per monitoring interval."""
+rank looks for an iteration once per monitoring interval."""
 
 
 class PhaseBeforeTraining(ABC):
-    """A warm-up or a trial on the node of one agent."""
+    """A warm-up or a trial, as one agent runs it on its node."""
 
     def __init__(self, controller: Controller, round_store: RoundStore, decision: Decision, token: str) -> None:
         """Begin the phase; `token` names this agent."""
@@ -41,7 +41,7 @@ class PhaseBeforeTraining(ABC):
         """Folder of the workers' output; empty on a node without workers."""
         self._has_ended = False
         self.absent: tuple[str, ...] = ()
-        """Hosts that have left the round. If a host is gone, the round ends with the phase."""
+        """Hosts that have left the round. If a host has left, the round ends with this phase."""
 
     @abstractmethod
     def open_logs(self) -> tuple[Streams | None, LogsSpecs]:
@@ -100,7 +100,7 @@ class FirstIteration:
         self._seen = True
 
     def share(self) -> None:
-        """Publish the first iteration if this node saw it; else read whether another node did."""
+        """If this node saw the first iteration, publish that in the store; else read whether another node saw it."""
         if self._published:
             return
         if self._seen:
@@ -110,7 +110,7 @@ class FirstIteration:
         self._published = self._seen
 
     def has_trained(self, *, wait_s: float = 0.0) -> bool:
-        """Return whether any node saw an iteration under this plan; wait up to `wait_s` for the news."""
+        """Return whether any node saw an iteration under this plan; wait at most `wait_s` for another node's report."""
         end = time.monotonic() + (wait_s if self._round_store.group_size > 1 else 0.0)
         # If the store is gone, only the observation of this node counts.
         with contextlib.suppress(RoundOver):
@@ -122,7 +122,7 @@ class FirstIteration:
         return False
 
     def settle(self, *, trained: bool) -> AttemptEnd:
-        """Agree with all nodes on how the attempt ended; the answer of the first node counts."""
+        """Agree with all nodes on how the attempt ended; the first answer in the store counts."""
         mine: AttemptEnd = "after-first-iteration" if trained else "before-first-iteration"
         with contextlib.suppress(RoundOver):
             self.share()

@@ -1,4 +1,4 @@
-"""torchrun's rendezvous flags. Raises errors for values with which torch would wait in vain or fail later."""
+"""torchrun's rendezvous flags. Flags with which torch would wait in vain, or fail later, raise errors at once."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ FALSE_WORDS = ("0", "false", "f", "no", "n")
 """Values that torch reads as false in --rdzv-conf."""
 STATIC_PORT = 29500
 C10D_PORT = 29400
-"""Ports of torch's static and c10d rendezvous if the user names none."""
+"""Default ports of torch's static and c10d rendezvous."""
 STATIC_JOIN_S, STATIC_READ_S = 900, 300
-"""Default seconds that torch's static rendezvous waits for the nodes and for its store; seconds for each answer of the
+"""Defaults of torch's static rendezvous: seconds to wait for the nodes and the store, and for each answer of the
 store."""
 C10D_JOIN_S, C10D_READ_S = 600, 60
 """Default seconds that torch's c10d rendezvous waits for the nodes, and for its store."""
@@ -108,7 +108,7 @@ def _whole_seconds(args: Namespace, name: str, default: int) -> int:
 def check_meeting(args: Namespace, *, advice: str = "") -> None:
     """Raise UsageError if the nodes could never meet with these flags of torchrun.
 
-    `advice` is the end of an error about too many launchers: the SLURM setting that may start several launchers.
+    `advice` ends an error about too many launchers: it names the SLURM setting that may start several launchers.
     """
     try:
         _parse_rendezvous_config(args.rdzv_conf or "")
@@ -164,7 +164,7 @@ class RendezvousSettings:
     join_s: float = C10D_JOIN_S
     """Seconds for which torch waits for the nodes."""
     advice: str = ""
-    """End of an error about too many launchers, if SLURM may have started these launchers; else empty."""
+    """Last words of an error about too many launchers, if SLURM may have started the launchers; else empty."""
 
     @property
     def host_and_port(self) -> tuple[str, int]:
@@ -211,13 +211,13 @@ def settle(args: Namespace, *, advice: str = "") -> RendezvousSettings:
         _set(args, is_host=str(node_rank == 0).lower(), join_timeout=connect_s, read_timeout=STATIC_READ_S)
     try:
         torchs_guess: bool | None = _matches_machine_hostname(at.host)
-    except (OSError, UnicodeError):  # This machine's name has no address.
+    except (OSError, UnicodeError):  # The name of this machine has no address.
         torchs_guess = None
     here = torchs_guess or _is_here(at.host)
     is_tcp = args.rdzv_backend == "c10d" and not args.standalone and not is_file(args)
     if is_tcp and torchs_guess != here:
         # Set is_host only if torch would guess wrongly, because torch retries as a client after a right guess. The port
-        # is taken if another agent of this machine was faster.
+        # is in use if another agent of this machine was faster.
         _set(args, is_host=str(here and _can_bind(at.port)).lower())
     given = conf_of(args).get("is_host")
     is_host = here and _can_bind(at.port) if given is None else given.lower() in TRUE_WORDS
@@ -243,7 +243,7 @@ def settle(args: Namespace, *, advice: str = "") -> RendezvousSettings:
 
 
 def _set(args: Namespace, **settings: object) -> None:
-    """Add settings to --rdzv-conf; settings of the user stay."""
+    """Add settings to --rdzv-conf, but keep the user's settings."""
     given = conf_of(args)
     args.rdzv_conf = ",".join(f"{name}={value}" for name, value in {**given, **settings, **given}.items())
 

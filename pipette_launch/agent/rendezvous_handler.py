@@ -46,7 +46,7 @@ LISTENS = "0A"
 LAUNCHERS = ("pipette-launch", "pipette_launch", "torchrun", "torch.distributed")
 MOST_LETTERS = 120
 FIRST_LINE_S = 15.0
-"""Seconds until the first line about missing nodes."""
+"""Seconds until a node prints the first line about missing nodes."""
 LINE_GROWTH = 4
 """Factor between the waiting times at which two successive lines are printed."""
 MOST_SPEAKERS = 8
@@ -93,7 +93,10 @@ def await_name(at: Endpoint, *, patience_s: float) -> None:
 
 
 def note_unknown_address(local_addr: str | None) -> None:
-    """Print that --local-addr has no address, if so. This is no error, because only some nodes need the address."""
+    """Print a warning if --local-addr has no address.
+
+    A missing address is no error, because only some nodes need the address.
+    """
     why = _unresolved(local_addr) if local_addr else ""
     if why:
         say(f"--local-addr {local_addr}: this node finds no address for that name ({why}), by which others reach it")
@@ -200,7 +203,7 @@ def port_held(port: int, settings: RendezvousSettings) -> str:
 
 
 def holder(port: int) -> tuple[str, bool]:
-    """Return the process that holds a TCP port, as far as /proc shows it, and True if this process is a launcher."""
+    """Return the process that holds a TCP port, as far as /proc shows this process, and True if it is a launcher."""
     with suppress(OSError, psutil.Error):
         for one in sorted(psutil.net_connections("tcp"), key=lambda one: one.status != psutil.CONN_LISTEN):
             if one.pid and one.laddr and one.laddr.port == port:
@@ -218,7 +221,7 @@ def _described(pid: int) -> tuple[str, bool]:
 
 
 def _owners(port: int) -> set[str]:
-    """Return the users whose sockets listen on a port; the kernel shows them to every user."""
+    """Return the users whose sockets listen on a port; the kernel shows these users to every user."""
     found: set[str] = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with suppress(OSError):
@@ -254,7 +257,10 @@ class Waiting:
                 store.set(self._key(self._settings.node_rank), "here")
 
     def look(self, waited_s: float) -> None:
-        """Print the missing nodes, if a line is due; raise ClusterError in a second launcher of a job with one node."""
+        """Print the missing nodes when the next line is due.
+
+        Raise ClusterError in a second launcher of a job with one node.
+        """
         # Only torch's c10d rendezvous has a state.
         state = getattr(getattr(self._inner, "_state_holder", None), "state", None)
         if state is None:
@@ -316,7 +322,7 @@ class AgentStoreHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True, as the agent of RANK 0 hosts a store in every phase."""
+        """Return True, because the agent of RANK 0 hosts the workers' store in every phase."""
         return True
 
     def get_backend(self) -> str:
@@ -409,7 +415,7 @@ class AgentStoreHandler(RendezvousHandler):
 def first_meeting(assign: Callable[[], Answer], join: Callable[[], None]) -> Answer:
     """Let torch assign ranks to the nodes, then let the agents exchange addresses.
 
-    Raises ClusterError if the store of torch's rendezvous is lost meanwhile. torch alone would wait for ever.
+    Raises ClusterError if the store of torch's rendezvous is lost during the wait. torch alone would wait for ever.
     """
     try:
         places = within(PLACES_S, assign)

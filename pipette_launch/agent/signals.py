@@ -19,13 +19,13 @@ from types import FrameType
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 STORE_THREAD = "pipette-store"
-"""Prefix of the names of threads that call torch's stores. Such a call may wait for a host that never answers."""
+"""Prefix of the names of threads that call torch's stores. A call of a store may wait for a host that never answers."""
 
 
 def end_at_once() -> None:
     """End the process with its exit code now, if threads wait in torch's stores.
 
-    Otherwise Python would unwind a thread that returns from C++ during the exit, and the process would end by SIGABRT.
+    In a normal exit, Python would unwind a thread that returns from torch's C++, and the process would end by SIGABRT.
     """
     if not any(thread.name.startswith(STORE_THREAD) for thread in threading.enumerate()):
         return
@@ -46,7 +46,7 @@ def end_at_once() -> None:
 
 
 LIMIT_S = 5.0
-"""Time limit (s) of scontrol. Without its configuration, as in a container, scontrol would retry for a minute."""
+"""Time limit (s) of scontrol. Without SLURM's configuration, as in a container, scontrol would retry for a minute."""
 
 
 def scontrol(*words: str) -> str:
@@ -112,8 +112,8 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 def passed_on(is_training: Callable[[], bool], workers: Callable[[], Collection[int] | None]) -> Iterator[None]:
     """While the block runs, forward SIGUSR1 and SIGUSR2 to the workers of the training, but not to their children.
 
-    Before the training these signals end the launcher and its workers, as SIGTERM does, because there is nothing to
-    save. An ignored signal stays ignored. torch handles a signal of --signals-to-handle after the first start of
+    Before the training, SIGUSR1 and SIGUSR2 end the launcher and its workers, as SIGTERM does, because there is nothing
+    to save. An ignored signal stays ignored. torch handles a signal of --signals-to-handle after the first start of
     workers. `workers` returns the workers' process ids; None before the first start.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -127,7 +127,7 @@ def passed_on(is_training: Callable[[], bool], workers: Callable[[], Collection[
         # A forked child of the launcher inherits this handler, but must not signal the workers.
         is_child = os.getpid() != launcher
         if is_child or pids is None:
-            # An exception would be taken for a fault of the machine that is being described.
+            # Do not raise an exception here, because the launcher would report the exception as a fault of the machine.
             if not is_child:
                 sys.stderr.write(f"pipette-launch: {name} ended the job before workers started\n")
             signal.signal(number, signal.SIG_DFL)

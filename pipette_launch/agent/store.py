@@ -1,4 +1,7 @@
-"""Texts that agents exchange as keys of a TCPStore. Every wait polls the store, so that Python can handle signals."""
+"""Messages between agents: texts under the keys of a TCPStore.
+
+Every wait for a message polls the store, so that Python can handle signals.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ from pipette_launch.facts import files
 from pipette_launch.facts.messages import Decision
 
 FIRST_POLL_S, LAST_POLL_S = 0.02, 0.2
-"""First and longest pause between two polls. Pauses grow, so that hundreds of waiting nodes do not overload a store."""
+"""First and longest pause (s) between two polls of a store. Pauses grow, so that hundreds of waiting nodes do not
+overload a store."""
 MOST_BYTES = 4 << 20
 """Most bytes of one piece of a long text, because TCPStore accepts at most 8 MiB in one value."""
 BROKEN = "the connection to its store broke"
@@ -37,7 +41,10 @@ logger = logging.getLogger(__name__)
 
 
 class RoundOver(Exception):  # noqa: N818
-    """All agents have to meet again, because an agent failed or is gone. Every wait for another agent ends."""
+    """All agents have to meet again, because an agent failed or is gone.
+
+    This exception ends every wait for another agent.
+    """
 
 
 class StoreGone(RoundOver):
@@ -45,7 +52,7 @@ class StoreGone(RoundOver):
 
 
 def growing_pauses() -> Iterator[float]:
-    """Yield the seconds to wait between two polls."""
+    """Yield the seconds to wait between two polls of a store."""
     pause_s = FIRST_POLL_S
     while True:
         yield pause_s
@@ -67,7 +74,7 @@ def call_torch(do: Callable[[], Answer]) -> Future[Answer]:
 
 
 def within(seconds: float, do: Callable[[], Answer]) -> Answer:
-    """Return the result of a call, or raise TimeoutError if the call takes longer."""
+    """Return the result of a call, or raise TimeoutError if the call takes longer than `seconds`."""
     call = call_torch(do)
     if not wait([call], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
@@ -75,7 +82,10 @@ def within(seconds: float, do: Callable[[], Answer]) -> Answer:
 
 
 class AgentStore:
-    """Keys with one prefix in an agent's store. Methods raise StoreGone if another agent's store does not answer."""
+    """Reads and writes keys with one prefix in an agent's store.
+
+    Methods raise StoreGone if another agent's store does not answer.
+    """
 
     def __init__(self, store: Store, prefix: str, *, is_own: bool) -> None:
         """Use a store; `is_own` is true if this process holds the store, so that the store always answers."""
@@ -142,13 +152,16 @@ class AgentStore:
         """Raise RoundOver if the awaited text can no longer come; the base class never raises."""
 
     def settle(self, key: str, text: str) -> str:
-        """Publish a text unless another agent was first; return the first text. This works during a meeting, too."""
-        # Compare and set in one call, because the first agent may end before a second call.
+        """Publish a text unless another agent was first; return the first text.
+
+        A text can be published during a meeting, too.
+        """
+        # Compare and set in one call, because the agent that holds the store may end before a second call.
         return _text(key, self._call(lambda: self._store.compare_set(f"{self._prefix}/{key}", "", text)))
 
 
 class RoundStore(AgentStore):
-    """Keys of one round: from one meeting of the agents to the next."""
+    """Reads and writes the keys of one round, which lasts from one meeting of the agents to the next meeting."""
 
     def __init__(
         self,
@@ -207,7 +220,7 @@ def pack(text: str) -> str:
 
 
 def unpack(packed: str) -> str:
-    """Undo `pack`; raise ClusterError for other texts, and for more than files.MOST_BYTES unpacked."""
+    """Unpack a result of `pack`; raise ClusterError for other texts, or for more than files.MOST_BYTES of text."""
     stream = zlib.decompressobj()
     try:
         text = stream.decompress(base64.b64decode(packed, validate=True), files.MOST_BYTES).decode()
@@ -241,7 +254,7 @@ def reports(
 def await_all(round_store: RoundStore, phase: str, *, num_nodes: int) -> bool:
     """Wait until all nodes with workers have finished a phase; return False if an agent called a meeting instead.
 
-    No deadline: nodes that still train would take an agent that leaves early for lost.
+    The wait has no deadline, because nodes that still train would treat an agent that exits early as lost.
     """
     try:
         round_store.count(f"done/{phase}")
@@ -249,7 +262,7 @@ def await_all(round_store: RoundStore, phase: str, *, num_nodes: int) -> bool:
             if round_store.is_over():
                 return False
             time.sleep(0.1)
-        # Nodes on standby count nothing and wait for this key.
+        # Nodes on standby do not add to the counter, and wait for the key `over/PHASE`.
         round_store.put(f"over/{phase}", "yes")
     except StoreGone as error:
         # The agent with the store leaves only after its work is done, so no wait is needed.

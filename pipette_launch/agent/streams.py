@@ -27,7 +27,7 @@ HOLD_S = 0.15
 """Seconds until a line without a newline, such as a prompt or a progress bar, is copied."""
 TAIL_LINES = 60
 MOST_LINE_BYTES = 8192
-"""Bytes of a line that the launcher parses; the console gets the whole line."""
+"""Largest number of bytes of a line that the launcher parses; the console gets the whole line."""
 
 CONSOLE = ""
 """Torch's name for the destination of a stream that is not redirected."""
@@ -44,7 +44,7 @@ class _Source:
     """Descriptor of the console that gets every byte; None for no console."""
     unfinished: bytes = b""
     held: bytes = b""
-    """Start of a line that is not copied yet."""
+    """First bytes of an incomplete line, which are not copied to the console yet."""
     held_until_s: float = math.inf
     path: Path = Path(os.devnull)
     """File with the worker's output, made by torch at the worker's start; the null device if the stream is a pipe."""
@@ -76,7 +76,7 @@ class Streams:
         Args:
             path: torch's destination of the stream: a file, the null device, or empty for the console.
             console: file descriptor of the console.
-            local_rank: worker whose last lines are kept; None sends the lines to `on_line`.
+            local_rank: worker whose last lines of this stream are kept; None sends the lines to `on_line`.
 
         """
         hear: Callable[[str], object] = self._on_line
@@ -130,7 +130,8 @@ class Streams:
     def _loop(self) -> None:
         is_over = behind = False
         while not is_over:
-            # Pipes wake the selector; files need polling, and the oldest incomplete line must be copied in time.
+            # Output in a pipe ends this wait at once. The time limit serves to poll files, and to copy an old
+            # incomplete line.
             sources = [key.data for key in self._selector.get_map().values() if key.data]
             due_s = min((source.held_until_s for source in sources), default=math.inf) - time.monotonic()
             wait_s = min(due_s, (0.0 if behind else FOLLOW_S) if self._files else math.inf)
@@ -206,7 +207,7 @@ class Streams:
             for line in complete:
                 source.hear(line[:MOST_LINE_BYTES].decode(errors="replace"))
         except Exception:
-            # Reading must go on, as a full pipe would stop the worker.
+            # Go on reading, because a full pipe would stop the worker.
             logger.exception("could not read a line of a worker")
 
 
@@ -229,7 +230,7 @@ class WatchedLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Folder of the workers' logs, as the user chose."""
+        """Folder that the user chose for the workers' logs."""
         return self._inner.root_log_dir
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -255,7 +256,7 @@ class QuietLogs(DefaultLogsSpecs):
     """Log settings that keep error files in a private folder, and discard the workers' output."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Choose where each worker writes."""
+        """Choose the files or pipes to which each worker writes."""
         destinations = super().reify(envs)
         for streams in (destinations.stdouts, destinations.stderrs):
             streams.update(dict.fromkeys(streams, os.devnull))

@@ -2,7 +2,7 @@
 
 The first node that sees the end of a trial publishes it in the store, with the reason if the trial failed. Then every
 agent kills its workers, waits until its devices are free, and reports. The deciding node answers with the next
-decision. A failed trial costs no restart.
+decision. A failed trial does not count as a restart of the job.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pipette_launch.facts.messages import Decision, Failure, TrialReport
 from pipette_launch.probe.messages import START_S, wait_s
 
 REPORT_S = 75.0
-"""Seconds that an agent gets to end its workers and to wait until its devices are free."""
+"""Seconds that an agent gets after a trial to end its workers and to wait until its devices are free."""
 NEXT_S = REPORT_S + 45.0
 """Seconds that an agent waits for the decision after a trial."""
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
@@ -40,7 +40,7 @@ FIRST_ITERATION_S = 600.0
 HUNG_S = 120.0
 """Longest wait (s) between two iterations; a validation may run between two iterations."""
 HUNG_STEPS = 20
-"""If this number of predicted steps takes longer than `HUNG_S`, the trial waits for that time instead."""
+"""If this number of steps is predicted to take longer than `HUNG_S`, the trial waits for the predicted time instead."""
 
 
 def patience_s(decision: Decision) -> tuple[float, float]:
@@ -54,7 +54,7 @@ def patience_s(decision: Decision) -> tuple[float, float]:
 
 
 class TrialRun(PhaseBeforeTraining):
-    """A trial on the node of one agent."""
+    """A trial, as one agent runs it on its node."""
 
     def __init__(self, controller: Controller, round_store: RoundStore, decision: Decision, token: str) -> None:
         super().__init__(controller, round_store, decision, token)
@@ -75,14 +75,14 @@ class TrialRun(PhaseBeforeTraining):
         """Environment variables for folders of temporary files.
 
         Killed workers leave temporary files (multiprocessing alone makes a folder for each worker), so TMPDIR is a
-        folder that is deleted. Inductor and Triton keep compiled kernels below TMPDIR by default; a variable keeps them
-        in the folder where a training finds them.
+        folder that is deleted after the trial. Inductor and Triton keep compiled kernels below TMPDIR by default;
+        TORCHINDUCTOR_CACHE_DIR keeps compiled kernels in the folder where a training finds them.
         """
         try:
             user = getpass.getuser()
         except (KeyError, ModuleNotFoundError, OSError):
             user = f"uid_{os.getuid()}"
-        # Inductor's default folder, without importing Inductor, which would take 3 s.
+        # Compute Inductor's default folder without importing Inductor, because the import would take 3 s.
         kernels = Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
         return {"TMPDIR": self._logs, COMPILED: os.environ.get(COMPILED, str(kernels))}
 
@@ -152,7 +152,7 @@ class TrialRun(PhaseBeforeTraining):
         return silent_s > first_s + self._decision.iterations * next_s
 
     def _describe(self, codes: Mapping[int, int | None], bindings: Sequence[workers.DeviceBinding]) -> Failure:
-        """Return which worker died and why. A dead worker with a known reason comes first."""
+        """Return the failure of a dead worker. A dead worker whose reason is known comes before other dead workers."""
         assert self._streams is not None
         # Close the streams first, because the reason of the death is in the last lines.
         self._streams.close()

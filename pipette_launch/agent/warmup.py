@@ -1,9 +1,9 @@
 """The warm-up of one node: watch the workers, and name the worker that made the warm-up fail.
 
-One dead worker makes all other workers fail, and some fail before the agent of the dead worker notices. So the first
-report of a failure may blame a wrong worker. When one agent raises the alarm, every agent publishes the state of its
-workers in one key each, and the agent of RANK 0 tells causes from consequences. The agent inspects the workers before
-torch does, because torch ends all workers at the first death, and their last output would be lost.
+One dead worker makes all other workers fail, and some of these fail before the agent of the dead worker notices the
+death. So the first report of a failure may blame a wrong worker. After an alarm, every agent publishes the states of
+its workers under one key. The agent of RANK 0 then separates causes from consequences. The agent inspects the workers
+before torch does, because torch ends all workers at the first death, and their last output would be lost.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class WorkerState:
     exit_code: int | None
     """Exit code of the worker; None while the worker runs."""
     status: str
-    """State of the process in psutil's words."""
+    """State of the worker's process, as psutil names the state."""
     where: str
-    """Phase of the warm-up, and step within this phase."""
+    """Phase of the warm-up that the worker runs, and step within this phase."""
     advance: int
-    """1000 for each finished phase, and 1 for each step of this phase. A stuck worker has a lower number than the
-    workers that wait for it."""
+    """Progress of the worker: 1000 for each finished phase, plus 1 for each step of the present phase. A stuck worker
+    has less progress than the workers that wait for it."""
     silent_s: float
     """Seconds since the worker's last progress message."""
     idle_s: float
@@ -153,7 +153,7 @@ def _guilty(states: Sequence[WorkerState]) -> list[WorkerState]:
         [state for state in overdue if state.status == workers.UNINTERRUPTIBLE],
         # If two workers exchange messages and one hangs, both go silent. A worker whose peers still report is no cause.
         _least_far([one for one in silent if not one.peers or silent_slots.issuperset(one.peers)]),
-        # The workers for which most other workers waited.
+        # Blame the workers for which most other workers waited.
         [state for state in states if most_votes and votes[state.slot] == most_votes],
         # Errors report a missing peer, but do not name the peer.
         _least_far([state for state in states if state.error]),
@@ -167,7 +167,7 @@ def _least_far(states: Sequence[WorkerState]) -> list[WorkerState]:
 
 
 def _cause(state: WorkerState, states: Sequence[WorkerState]) -> str:
-    """Say what happened to a worker that caused the failure."""
+    """Describe what happened to a worker that caused the failure."""
     who, where = f"{state.name} (pid {state.pid})", f"in phase {state.where}"
     if state.was_killed:
         return f"{who} was killed by {exit_words(state.exit_code or 0)} {where}"
@@ -205,7 +205,7 @@ class _Pulse(NamedTuple):
 
 
 class Warmup(PhaseBeforeTraining):
-    """The warm-up on the node of one agent."""
+    """The warm-up, as one agent runs it on its node."""
 
     def __init__(self, controller: Controller, round_store: RoundStore, decision: Decision, token: str) -> None:
         super().__init__(controller, round_store, decision, token)
@@ -216,7 +216,7 @@ class Warmup(PhaseBeforeTraining):
         self._is_hung = False
         """True if an overdue worker does not report that it waits for other workers."""
         self.failure = ""
-        """Why the warm-up failed, the same on all nodes; empty unless the warm-up failed."""
+        """Reason why the warm-up failed, equal on all nodes; empty if the warm-up did not fail."""
 
     def open_logs(self) -> tuple[None, LogsSpecs]:
         """Return the log settings of the workers, whose output no thread reads."""
@@ -323,7 +323,7 @@ class Warmup(PhaseBeforeTraining):
             return True
         if any(code is None for code in codes):
             return False
-        # A node that is done still answers alarms. The phase ends when all nodes are done.
+        # A node whose workers are done still answers alarms. The phase ends when all nodes are done.
         done = store.count("warmup-done", 0 if self._has_ended else 1)
         self._has_ended = True
         return done == len(self._decision.tokens)

@@ -50,8 +50,8 @@ def bindings(ranks: Sequence[int], *, keep_devices: bool = False) -> tuple[Devic
     """Bind the ranks of a node's devices (in device order) to its workers.
 
     Parts of Megatron, Transformer Engine and DeepEP use `RANK % devices` as the device. If the node's ranks are
-    distinct modulo the number of devices, LOCAL_RANK becomes that remainder and the devices are reordered below it.
-    Otherwise, and with `keep_devices`, the worker with LOCAL_RANK i keeps device i.
+    distinct modulo the number of devices, LOCAL_RANK becomes RANK modulo that number, and CUDA_VISIBLE_DEVICES is
+    reordered to match. Otherwise, and with `keep_devices`, the worker with LOCAL_RANK i keeps device i.
     """
     size = len(ranks)
     if keep_devices or len({rank % size for rank in ranks}) < size:
@@ -107,7 +107,7 @@ def end(
 
     Args:
         began_s: start of the workers, by `time.time`.
-        mark: folder of these workers' output, which only their environments name.
+        mark: folder of these workers' output; only they and their children have this path in their environment.
 
     """
     leaders = {process.pid for process in processes.values()}
@@ -148,7 +148,7 @@ def status_of(pid: int) -> str:
 
 
 class StoppedWorkers:
-    """Kills workers that stay stopped for `STOPPED_S`."""
+    """Kills workers that stay stopped (SIGSTOP, SIGTSTP) for `STOPPED_S`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -219,10 +219,10 @@ def first_line(failure: ProcessFailure) -> str:
     """Return the first line of a worker's error file; empty if the worker left no error file."""
     message: object = failure.message
     if isinstance(message, dict):
-        # A worker under torch's @record leaves a dictionary.
+        # A worker whose main function has torch's @record writes a dictionary into its error file.
         message = message.get("message", "")
     lines = [line.strip() for line in str(message).splitlines() if line.strip()]
-    # Without an error file torch puts "Signal 9 (SIGKILL) received by PID 1" here.
+    # If the worker left no error file, torch sets `failure.message` to "Signal 9 (SIGKILL) received by PID 1".
     return lines[0] if lines and not lines[0].startswith(("Signal", "To enable")) else ""
 
 

@@ -1,4 +1,7 @@
-"""Cache of plans, measurements, outcomes and memory shortages for later jobs. Also reads the user's plan files."""
+"""Cache of plans, measurements, outcomes and memory shortages for later jobs.
+
+This module also reads the user's plan files.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ OUTCOME = "outcome.json"
 OUTCOMES = "outcomes"
 """Name of the folder with all jobs' outcomes, which has a subfolder for each kind of machine."""
 MOST_OUTCOMES = 200
-"""Most outcomes that a job reads. Older outcomes are ignored."""
+"""Largest number of earlier outcomes that a job reads. The job ignores older outcomes."""
 CLUSTERS = "clusters"
 SHORTAGES = "shortages"
 SHORTAGE = "shortage.json"
@@ -76,12 +79,12 @@ def inside(root: Path, *names: str) -> Path:
 
 
 class KeptFile(Generic[Kept]):
-    """One document of a cache. The log reports a file that cannot be used, and the file then counts as missing."""
+    """Reads and writes one document of a cache. The log reports an unusable file, and the file counts as missing."""
 
     def __init__(self, kind: type[Kept], root: Path | None, *names: str) -> None:
         self._kind, self._root, self._names = kind, root, names
         self.path = root.joinpath(*names) if root else None
-        """Path of the document; None if the job keeps no files."""
+        """Path of the document; None if the job has no cache."""
 
     def load(self) -> Kept | None:
         """Return the document; None if the file is missing or cannot be used."""
@@ -114,14 +117,17 @@ class Cache:
         self.key = key
         self._root = root
         self.trouble = ""
-        """Reason why the plan was not kept, and what to do. Empty after success, or if the job keeps no files."""
+        """Reason why the plan was not kept, with a remedy; empty if the plan was kept, or if the job keeps no files."""
 
     def path(self, name: str) -> Path | None:
-        """Return the path of a file; None if the job keeps no files. FileFormatError for a path outside the cache."""
+        """Return the path of a file; None if the job keeps no files.
+
+        Raises FileFormatError for a path outside the cache.
+        """
         return inside(self._root, self.key, name) if self._root else None
 
     def load(self, hosts: Sequence[Host]) -> tuple[Plan | None, str]:
-        """Return the plan and an empty text. If the cached plan cannot be used, return None and the reason."""
+        """Return the cached plan and an empty text. If the cached plan cannot be used, return None and the reason."""
         try:
             path = self.path(PLAN)
             if path is None:
@@ -151,7 +157,7 @@ class Cache:
         return tuple(filter(None, kept))
 
     def keep_outcome(self, outcome: Outcome, host: Host) -> str:
-        """Keep an outcome beside its plan and for all jobs on such machines; return an error or an empty text."""
+        """Write an outcome beside its plan, and for all jobs on such machines; return an error or an empty text."""
         name = f"{outcome.key}-{files.digest(outcome.layout, list(outcome.placement))}.json"
         if outcome.features:
             trouble = "the outcome cannot be kept for later jobs"
@@ -169,7 +175,7 @@ class Cache:
         return path if path is not None and path.exists() else None
 
     def save(self, name: str, document: files.Document) -> str:
-        """Keep a document; return the error, or an empty text."""
+        """Write a document into the cache; return the error, or an empty text."""
         try:
             path = self.path(name)
             if path is None:
@@ -210,7 +216,7 @@ class MachineMeasurements(KeptFile[Measurements]):
 
     def kept(self, measurements: Measurements) -> Measurements:
         """Keep new measurements, completed by earlier times that are still valid; return the completed measurements."""
-        # Imported here, because a start with a cached plan keeps no new measurements.
+        # Import `carried_over` only here, because a start with a cached plan keeps no new measurements.
         from pipette_launch.cost.compute.carried_over import with_cached_times
 
         if self.path is None:
@@ -232,7 +238,7 @@ class ShortageFile(KeptFile[Shortage]):
 
 
 def named_plan(path: Path, hosts: Sequence[Host]) -> Plan:
-    """Read the user's plan file, with real hosts for imagined hosts; raises UsageError if it cannot run on these."""
+    """Read the user's plan file, and name real hosts for imagined hosts; raises UsageError if the plan cannot run."""
     try:
         plan = files.read(path, Plan)
         if plan.provenance.source == "imagined" and plan.hosts == made_up_names(len(hosts)):
@@ -310,7 +316,7 @@ def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
         trials=plan.trials if is_same else None,
         num_in_line=plan.num_in_line if is_same else None,
         own=own,
-        own_fault="",  # The own layout of a running job is legal.
+        own_fault="",  # The user's own layout is legal in a job that runs.
         provenance=replace(plan.provenance, key=key),
     )
 
@@ -318,7 +324,8 @@ def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
 def kept_together(plan: Plan, job: Job, domains: Domains, source: str) -> Plan:
     """Remove alternatives that split ranks which the job's flags demand inside one host or NVLink domain.
 
-    `domains` follow the order of the plan's hosts. Raises PlanError if the plan itself splits such ranks.
+    `domains` follow the order of the plan's hosts. Raises PlanError if the chosen candidate splits ranks that the flags
+    demand inside one host or NVLink domain.
     """
     if plan.device_kind != "cuda":
         return plan

@@ -20,7 +20,8 @@ from pipette_launch.launch.options import Options
 from pipette_launch.probe.messages import TINY_BYTES, WarmupOrder
 
 SIZE_LIMITS_BYTES = {"cpu": (64 << 10, 2 << 20), "cuda": (1 << 20, 64 << 20)}
-"""(least, most) bytes of a message. Latency dominates smaller messages, and larger messages are no faster per byte."""
+"""(smallest, largest) size in bytes of a measured message. Latency dominates smaller messages, and larger messages are
+no faster per byte."""
 LEAST_REACH = 32
 """Least ratio of the largest message size to the smallest; a fit of latency and bandwidth needs distant sizes."""
 ADVISER = f"{__package__}.measuring_advice"
@@ -57,17 +58,17 @@ def probe_options(
 
     """
     if options.probe_to is not None:
-        # Checked before the warm-up, because a file that cannot be written would lose the measurements.
+        # Check before the warm-up that the file can be written, because an error later would lose the measurements.
         try:
             files.check_writable(options.probe_to)
         except OSError as error:
             raise UsageError(f"--pipette-probe {options.probe_to}: cannot be written ({error.strerror})") from error
-    # Imported here, because a start with a cached plan needs no search.
+    # Import the search only here, because a start with a cached plan does not search.
     from pipette_launch.search.layouts import base_layouts, compute_cases
 
     devices = len(hosts[0].devices)
     kind = hosts[0].devices[0].kind
-    # Compute cases of the training hosts come first. The adviser's plans use the cases of all hosts.
+    # First list the compute cases (layers to time) of layouts on the training hosts, then of layouts on all hosts.
     sizes = dict.fromkeys((len(hosts) if num_training is None else num_training, len(hosts)))
     legal = (base_layouts(job, world_size=size * devices, devices_per_host=devices, device_kind=kind) for size in sizes)
     cases = tuple(dict.fromkeys(case for one in legal for case in compute_cases(job.own, one.columns)))
@@ -78,7 +79,8 @@ def probe_options(
         output=str(folder / CLUSTER),
         progress_dir=str(folder / "progress"),
         message_sizes_bytes=message_sizes_bytes(job, cases, kind),
-        # The worker adds the names of two files. The options are those by which the planner judges plans.
+        # The worker appends the names of the question file and the answer file. The adviser gets the planner's own
+        # margins and seed.
         adviser=(
             *(_python(), "-m", ADVISER, "--margin", str(options.margin)),
             *("--memory-margin", str(options.memory_margin), "--seed", str(options.seed)),
@@ -168,7 +170,7 @@ def _wandb_notes(decision: Decision, options: Options) -> dict[str, str]:
     is_users = not os.environ.get(WANDB_NOTES, NOTES_HEAD).startswith(NOTES_HEAD)
     if plan is None or decision.phase != "train" or not wants or is_users:
         return {}
-    # Imported here, because most jobs do not use W&B.
+    # Import the report only here, because most jobs do not use W&B.
     from pipette_launch.report import chosen_line
 
     runs = replace(plan, chosen=choice or plan.own, keeps_own=choice is None)

@@ -154,7 +154,7 @@ class Coordinator:
         )
 
     def _use_fallback(self, bare: Decision, records: Sequence[NodeRecord], step: replan.UseFallback) -> Decision:
-        """Train at once on the remaining hosts, with a fallback plan that was made ahead."""
+        """Train at once on the remaining hosts, with a fallback plan that was made before the loss."""
         training = tuple(host for host in hosts_of(records, bare.hosts) if host.name in step.plan.hosts)
         smaller = bare.leaving_out(set(bare.hosts) - set(step.plan.hosts))
 
@@ -221,7 +221,7 @@ class Coordinator:
 
     def _measure(self, bare: Decision, job: Job, hosts: tuple[Host, ...], num_spares: int = 0) -> Decision:
         """Return the decision to run a warm-up."""
-        # Imported here, because a start with a cached plan needs no warm-up.
+        # Import the warm-up's commands only here, because a start with a cached plan needs no warm-up.
         from pipette_launch.launch.commands import probe_options
 
         # --pipette-probe measures everything anew and uses no earlier measurements.
@@ -256,7 +256,10 @@ class Coordinator:
     def _rule(
         self, verdicts: Sequence[Verdict], hosts: Sequence[Host], *, for_spares: Sequence[Verdict] | None = None
     ) -> Ruling:
-        """Apply the health policy; `for_spares` are the verdicts by which spares are chosen, None for no spares."""
+        """Apply the health policy.
+
+        `for_spares` are the verdicts by which spares are chosen, or None to choose no spares.
+        """
         names = [host.name for host in hosts]
 
         def why_not(some: tuple[str, ...]) -> str:
@@ -289,12 +292,12 @@ class Coordinator:
     def _plan(self, bare: Decision, hosts: tuple[Host, ...], job: Job, measurements: Measurements) -> Decision:
         """Plan for the measured hosts, without spares and without hosts that the warm-up found sick."""
         ruling = self._rule(measurements.verdicts, hosts, for_spares=measurements.verdicts)
-        # The user has read the reasons that the drivers gave before the warm-up.
+        # Leave out reasons that were printed before the warm-up.
         news = (reason for reason in ruling.reasons if reason not in self._told_before_warmup)
         bare = replace(bare, reason=joined(bare.reason, *news))
         if ruling.stops:
             return replace(bare, phase="stop", failed=True)
-        # Without these measurements, the next start would measure the sick hosts again.
+        # Save the measurements of the sick hosts, because the next start would otherwise measure these hosts again.
         trouble = self.planner.cache.save(CLUSTER, measurements) if ruling.on_standby else ""
         smaller, rest = apart(replace(bare, reason=joined(bare.reason, trouble)), hosts, ruling)
 
@@ -341,7 +344,7 @@ class Coordinator:
         job = planner.read_job(sum(bare.num_slots), plan.device_kind)
         known = planner.measurements
         if report.failure and known is not None and plan.hosts == tuple(host.name for host in known.cluster.hosts):
-            # Imported here, because a start with a cached plan predicts nothing.
+            # Import the predictions only here, because a start with a cached plan predicts nothing.
             from pipette_launch.planning.plan import priced_anew
 
             outcomes = planner.cache.outcomes(known.cluster.hosts[0])
@@ -397,7 +400,8 @@ class Coordinator:
         following, planner = replace(bare, patches=self.planner.patches, reason=reason), self.planner
         if planner.job is None:
             return following
-        # Sizes come from the checkpoint, which other sizes could not load. Other arguments stay as the user gave them.
+        # Write the model's sizes as in the checkpoint, because a model of other sizes could not load the checkpoint.
+        # Other arguments stay as the user gave them.
         try:
             words = self._script.words(planner.job, planner.job.own)
         except PipetteError:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def described(record: NodeRecord, address: str, device: Literal["auto", "cuda", "cpu"]) -> NodeRecord:
-    """Add a description of this machine with its devices of one kind to a record, or the reason why that failed."""
+    """Add a description of this machine and its devices of one kind to a record, or the error that prevented it."""
     try:
         record = replace(record, versions=inventory.versions())
         host = inventory.host(
@@ -36,7 +36,7 @@ def described(record: NodeRecord, address: str, device: Literal["auto", "cuda", 
     except PipetteError as error:
         return replace(record, trouble=str(error), is_misuse=isinstance(error, UsageError))
     except Exception as error:
-        # For example, the driver is broken. torchrun does not query the driver, so the job may still train.
+        # The driver may be broken. torchrun does not query the driver, so the job may still train.
         logger.exception("this machine cannot be described")
         return replace(record, trouble=f"the machine cannot be described: {type(error).__name__}: {error}")
 
@@ -157,7 +157,7 @@ def joined(*sentences: str) -> str:
 
 
 MEASURED = ("slow-device", "slow-host", "slow-link")
-"""Kinds of verdicts that only a warm-up can give. The drivers give the other verdicts at each start."""
+"""Kinds of verdicts that only a warm-up can give. The drivers' reports give all other verdicts at each start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,7 +184,7 @@ WhyNot: TypeAlias = Callable[[tuple[str, ...]], str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """The user's settings for sick hosts and spares. Methods get all hosts' names in torchrun's order."""
+    """The user's settings for sick hosts and spares. All methods expect all hosts' names in torchrun's order."""
 
     on_sick: OnSick
     spares: int = 0
@@ -251,14 +251,14 @@ def measured(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
 
 
 def small_holders(verdicts: Sequence[Verdict]) -> tuple[str, ...]:
-    """Name processes that hold a little memory of a healthy device, which training may lack."""
+    """Describe processes that hold a little memory of a healthy device, because the training may need this memory."""
     return tuple(verdict.words() for verdict in verdicts if verdict.kind == "busy" and not verdict.is_sick)
 
 
 def hosts_to_leave(sick: Sequence[Verdict], hosts: Sequence[str]) -> tuple[str, ...]:
-    """Return few hosts whose absence removes all these faults. Without one of its two hosts, a slow link is gone.
+    """Return few hosts without which all faults are gone. A slow link is gone without one of its two hosts.
 
-    The next host is always the host with most of the remaining slow links; among equals the last in torchrun's order.
+    Hosts with most of the remaining slow links are chosen first; among equal hosts, the last in torchrun's order.
     """
     out = {verdict.host for verdict in sick if not verdict.other_host}
     links = [(verdict.host, verdict.other_host) for verdict in sick if verdict.other_host]

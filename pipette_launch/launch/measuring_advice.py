@@ -38,7 +38,7 @@ MOST_STAGES = 8
 
 
 def main(arguments: Sequence[str], clock: Callable[[], float]) -> int:
-    """Answer one question file. Return the exit code, and print an error on one line."""
+    """Answer one question file of a warm-up. Return the exit code, and print an error on one line."""
     parser = ArgumentParser(prog="adviser", allow_abbrev=False)
     for name in ("--margin", "--memory-margin"):
         parser.add_argument(name, type=float, default=argparse.SUPPRESS)
@@ -81,7 +81,7 @@ def shortlisted(plan: Plan) -> tuple[Choice, ...]:
 
 
 def host_pairs(job: Job, shortlist: Sequence[Choice], devices_per_host: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs (lower host, higher host) that exchange data in a plan, the first plan's pairs first."""
+    """Return the pairs of hosts (lower, higher index) that exchange data in a plan, the first plan's pairs first."""
     found: dict[tuple[int, int], None] = {}
     for choice in shortlist:
         slot_W = np.argsort(np.array(choice.placement, dtype=np.int64))

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 KEPT = "live.json"
 """Name of the document in the job's folder of the cache."""
 REFRESH_S = 2.0
-"""Shortest time (s) between two writes of the files. A new phase of the job is written at once."""
+"""Shortest time (s) between two writes of the files. At a new phase of the job, the files are written at once."""
 ALIVE_S = 10.0
 """Time (s) after which an unchanged document is written again, because its age shows whether the launcher runs."""
 PHASES = {"warmup": "warmup", "trial": "trials", "train": "training"}
@@ -196,7 +196,7 @@ def document_of(path: Path) -> Path:
 
 
 def measured_beside(path: Path) -> Path:
-    """Return the path that the last rank's node writes, if the deciding node writes `path`."""
+    """Return the path of the file that the last rank's node writes beside the deciding node's file `path`."""
     return path.with_suffix(f".measured{path.suffix}")
 
 
@@ -321,7 +321,7 @@ MOST_STEPS = 40
 
 
 def read_job(path: Path, now_s: float) -> LiveJob:
-    """Read the state of a job from the deciding node's document and the measurements beside the document."""
+    """Read a job's state from the deciding node's document and from the last rank's measurements beside it."""
     job = replace(files.read(path, LiveJob), read_s=now_s, written_s=_written_s(path) or now_s)
     beside = measured_beside(path)
     measured_s = _written_s(beside)
@@ -360,7 +360,7 @@ class Watched:
             if before is None:
                 raise
             if not self._path.exists():
-                # The job runs another plan now, and its document is in the folder of that plan.
+                # The job now runs another plan, so the job's document is in that plan's folder.
                 self._path = _newest(self._path.parent.parent) or self._path
             return replace(before, read_s=now_s)
         if before is not None and job.phase_began_s != before.phase_began_s and not job.is_over:
@@ -371,7 +371,7 @@ class Watched:
         return self._job
 
     def _read_verdicts(self) -> tuple[Verdict, ...]:
-        """Return the verdicts of the measurements beside the document. A changed file is read again."""
+        """Return the verdicts of the measurements beside the document. A changed file of measurements is read again."""
         path = self._path.with_name(CLUSTER)
         changed_s = _written_s(path) if self._path.name == KEPT else None
         if changed_s != self._measured_s:

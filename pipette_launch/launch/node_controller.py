@@ -259,7 +259,7 @@ class NodeController(Controller):
                 for rank, device in zip(ranks, self._host.devices, strict=True)
             }
         except Exception:
-            # A driver error must not end a running job.
+            # A driver error while the memory is read must not end a running job.
             logger.exception("the memory in use cannot be read")
             return ()
         return device_peaks(choice, used)

@@ -38,7 +38,7 @@ class Options:
     on_error: Literal["train", "fail"] | None = None
     """Reaction to an error.
 
-    None trains after most errors, and stops if a flag asks for something that does not exist.
+    With None, the job trains after most errors, but stops if a flag names something that does not exist.
     """
     on_sick: OnSick = "warn"
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -51,7 +51,8 @@ class Options:
     """Folder of the cache; None keeps no plans."""
     dry_run: bool = False
     detail: Literal["quiet", "usual", "verbose"] = "usual"
-    """quiet: errors and the chosen plan; usual: short screens and progress; verbose: all notes and a log."""
+    """Amount of output. quiet: errors and the chosen plan; usual: short screens and progress; verbose: all notes and a
+    log."""
     trials: int = defaults.TRIALS
     """Number of plans to try in addition to the user's own configuration; 0 runs no trials."""
     trial_iters: int = defaults.TRIAL_ITERS
@@ -102,8 +103,11 @@ class Options:
         return self.dry_run or self.probe_to is not None
 
     def search_options(self) -> SolveOptions:
-        """Return the options of the search. Planning takes a small part of the user's budget."""
-        # Imported here, because a start with a cached plan searches nothing.
+        """Return the options of the search.
+
+        The search takes at most --pipette-budget and at most `defaults.SEARCH_BUDGET_S` seconds.
+        """
+        # Import the search only here, because a start with a cached plan does not search.
         from pipette_launch.search.solve import SolveOptions
 
         usual = SolveOptions(
@@ -126,10 +130,10 @@ class Script:
         """Name of the first GPU or CPU of the job; empty until the device is known."""
 
     def read(self, world_size: int, device_kind: str, *, global_batch_size: int | None = None) -> Job:
-        """Read the job for `world_size` ranks; raises what `megatron.read_job` does.
+        """Read the job for `world_size` ranks; raises the same errors as `megatron.read_job`.
 
-        A `global_batch_size` comes from the same job on another number of ranks. The user's own configuration may then
-        be illegal on `world_size` ranks.
+        A `global_batch_size` is the batch size of the same job on another number of ranks. The user's own configuration
+        may then be illegal on `world_size` ranks.
         """
         words = self._options.script_arguments
         if global_batch_size is not None and megatron.global_batch_size(words) is None:
@@ -161,7 +165,7 @@ class Script:
         if path is None or self._options.dry_run:
             return
         try:
-            # Readable by other users, because every user who may load the checkpoints needs the plan.
+            # Let other users read the plan, because every user who may load the checkpoints needs the plan.
             files.write(path, replace(plan, chosen=choice or plan.own, keeps_own=choice is None), shared=True)
         except OSError as error:
             logger.warning(

@@ -20,7 +20,7 @@ from pipette_launch.launch.cache import CLUSTER, OUTCOME, PLAN
 if TYPE_CHECKING:
     from pipette_launch.planning.picture import Picture
 
-# The report package is imported in functions, because a start with a cached plan draws nothing.
+# Functions of this module import the report package, because a start with a cached plan draws no report.
 
 PAGE = "report.html"
 TRACE = "trace.json"
@@ -48,7 +48,7 @@ def existing_page(plan: Path | None) -> Path | None:
 def add_outcome(path: Path | None, outcome: Outcome) -> str:
     """Write the outcome of a run into the report of its plan; return the error, or an empty text.
 
-    Only the outcome's part of the page changes, which takes milliseconds. The page of another plan stays unchanged.
+    Only the outcome's part of the page changes, which takes milliseconds. A report of another plan stays unchanged.
     """
     from pipette_launch.report.page.page import with_outcome
 
@@ -162,9 +162,10 @@ def _picture(plan: Plan, measured: Measurements) -> Picture:
 
 
 def read_profile(folder: Path) -> tuple[ProfiledRank, ...]:
-    """Read all traces in a folder, in the order of ranks. If a rank has several traces, the newest trace counts.
+    """Read all traces in a folder, in the order of ranks.
 
-    Raises MegatronError for no or too many traces, and FileFormatError for a trace that has no passes or is damaged.
+    If a rank has several traces, only the rank's newest trace is read. Raises MegatronError for no or too many traces,
+    and FileFormatError for a trace that has no passes or is damaged.
     """
     paths = sorted(folder.glob("*.pt.trace.json"), key=lambda path: path.stat().st_mtime)
     if not 0 < len(paths) <= MOST_RANKS:

@@ -41,7 +41,7 @@ class Planner:
         self.batch: int | None = None
         """Global batch size of the training so far, which does not change with the number of ranks; None at the start.
 
-        With a batch size, the user's own configuration may be illegal on the present number of ranks.
+        If this batch size is set, the user's own configuration may be illegal on the present number of ranks.
         """
         self.versions: dict[str, str] = {}
         self.job: Job | None = None
@@ -146,7 +146,7 @@ class Planner:
 
         `surveyed` are the measurements of all hosts of the warm-up, including the hosts that stand by (`spares`).
         """
-        # Imported here, because a start with a cached plan searches nothing.
+        # Import the search only here, because a start with a cached plan does not search.
         from pipette_launch.planning.plan import make_plan, with_setting
         from pipette_launch.search.fallback_plans import FallbackNeeds
 
@@ -200,7 +200,8 @@ class Planner:
         except (OSError, PipetteError) as error:
             logger.warning("report or trace is missing beside %s: %s", path, error)
         except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):
-            # Only these exceptions, because a signal to the launcher also raises an exception, which must end the job.
+            # Catch no other exceptions, because a signal to the launcher also raises an exception, which must end the
+            # job.
             logger.exception("report or trace is missing beside %s; the job goes on with its plan", path)
 
     # -- after a failure or the loss of a host --------------------------------------------------------------------

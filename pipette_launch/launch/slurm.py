@@ -88,9 +88,10 @@ class Step:
         return PORTS_FROM + (self.job + STEP_STRIDE * self.step) % NUM_PORTS
 
     def processes(self) -> int | None:
-        """Return the number of workers: one per task, or one per GPU of a lone task. None means torchrun's default.
+        """Return the number of workers: one per task, or one per GPU of a lone task.
 
-        Raises UsageError if the task that starts all workers sees fewer GPUs than there are tasks.
+        None means the default of torchrun's --nproc-per-node. Raises UsageError if the task that starts all workers
+        sees fewer GPUs than there are tasks.
         """
         if self.num_tasks == 1:
             return self.num_gpus
@@ -113,7 +114,7 @@ class Step:
             "rdzv_backend": "c10d",
             "rdzv_endpoint": f"{address_of(self.hosts[0])}:{self.port}",
             "rdzv_id": self.name,
-            # Without this flag, torch would compare host names, but SLURM may have a different name for the node.
+            # Without `is_host`, torch would compare host names, but SLURM may have a different name for the node.
             "rdzv_conf": f"is_host={str(self.is_first).lower()}",
         }
 
@@ -148,7 +149,7 @@ def current_step(environ: Mapping[str, str], expand: Callable[[str], tuple[str, 
 
 
 def tasks_on(index: int, words: str) -> int:
-    """Return the number of tasks of a node: `2(x3),1` is 2 tasks on each of the first 3 nodes, and 1 on the fourth."""
+    """Return the number of tasks of a node: `2(x3),1` is 2 tasks on each of 3 nodes, and 1 task on the fourth node."""
     counts: list[int] = []
     for word in words.split(","):
         count, _, repeats = word.partition("(x")
@@ -186,7 +187,10 @@ def parse(nodes: str) -> tuple[str, ...]:
         raise UsageError(f"{nodes!r} is not a list of nodes that SLURM writes; give --nnodes and --rdzv-endpoint")
 
     def choices(part: str) -> list[str]:
-        """Expand `[1-3,07]` to 1, 2, 3, 07. Each number has as many digits as the first number of its range."""
+        """Expand the bracket `[1-3,07]` of a list of nodes to 1, 2, 3, 07.
+
+        Each number has as many digits as the first number of its range.
+        """
         if not part.startswith("["):
             return [part]
         ranges = [one.partition("-") for one in part[1:-1].split(",")]

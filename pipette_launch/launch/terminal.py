@@ -55,7 +55,8 @@ class ProgressLine:
     def show(self, running: Callable[[float], str], ended: Sequence[str] = ()) -> None:
         """Show the progress now or soon; cheap to call often.
 
-        `running` returns the line for a number of elapsed seconds. A log prints the lines of the `ended` parts instead.
+        `running` returns the line for a number of elapsed seconds. In a log, the lines of the `ended` parts are printed
+        instead.
         """
         now_s = self._clock()
         if now_s - self._shown_s < (REFRESH_S if self._is_terminal else LOG_S):
@@ -74,7 +75,7 @@ class ProgressLine:
         self._stream.flush()
 
     def close(self, ended: Sequence[str] = ()) -> None:
-        """Clear the line. A log gets the ended parts that are not in the log yet."""
+        """Clear the line. In a log, print the ended parts that are not in the log yet."""
         if self._line:
             self._stream.write(CLEAR)
             self._line = ""
@@ -138,7 +139,10 @@ def parts_words(phase_s: Mapping[str, float], *, plan_s: float, total_s: float) 
 
 
 class Terminal:
-    """Prints lines to stderr, as many as --pipette-quiet or --pipette-verbose ask for. Screens have no `HEAD`."""
+    """Prints lines to stderr, depending on --pipette-quiet and --pipette-verbose.
+
+    Screens of several lines have no `HEAD`.
+    """
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -158,7 +162,10 @@ class Terminal:
             self.warn(words)
 
     def tell(self, decision: Decision, measurements: Measurements | None, cache: Cache) -> None:
-        """Print a decision. `measurements` priced its plan (None if unknown), and `cache` has its plan's files."""
+        """Print a decision.
+
+        `measurements` (None if unknown) priced the decision's plan, and `cache` has the plan's files.
+        """
         # If the job failed before any plan was shown, torch prints the error.
         if decision.reason and not (decision.failed and self._shown is None):
             is_trial = decision.phase == "trial" and not decision.checks_order

@@ -16,17 +16,18 @@ from pipette_launch.megatron import Iteration, MemoryLine
 from pipette_launch.text import plural, seconds_text
 
 ITERATIONS = 20
-"""Least number of iterations that an outcome covers. One logged line may cover several iterations."""
+"""Least number of iterations that an outcome covers. One line of the output may cover several iterations."""
 STEADY_S = 10.0
 """Least duration (s) of an outcome's steady iterations, because the speed of machines varies from second to second."""
 COMPLETE = 2
-"""First iteration in which activations and optimizer states coexist. The first iteration creates the states last."""
+"""First iteration in which activations and optimizer states coexist. Iteration 1 creates the optimizer states at its
+end."""
 WARM_UPS = 5
 """Number of first iterations that an outcome skips, because they include compilation and the start of communicators."""
 IGNORED_STEPS = 10
 """Number of first step times of an attempt that the check for a slowdown skips."""
 WINDOW = 30
-"""Number of step times of a median, which ignores evaluations and checkpoints because these are rare."""
+"""Number of step times in a median. A median ignores evaluations and checkpoints, because these are rare."""
 SETTLED_S = 600.0
 """Time (s) within which a plan that cannot start usually fails: imports, data, a checkpoint, and the first step."""
 SETTLED_STEPS = 20
@@ -46,11 +47,14 @@ class OutcomeTracker:
         self._is_done = False
 
     def add_memory(self, line: MemoryLine) -> None:
-        """Add a memory line. Each rank's last line counts if the line's peak covers a whole steady iteration."""
+        """Add a memory line.
+
+        For each rank, the outcome uses the last line whose peak covers a whole steady iteration.
+        """
         self._memory.append(line)
 
     def add(self, line: Iteration) -> Outcome | None:
-        """Add a logged line. Return the outcome once, at the line that completes the outcome.
+        """Add an iteration line of the output. Return the outcome once, at the line that completes the outcome.
 
         Lines without a step time, and lines that do not advance the iteration, are ignored.
         """
@@ -152,11 +156,11 @@ class Recovery:
         self._ended_s = self._decided_s = 0.0
 
     def ended(self) -> None:
-        """Note that this node's workers have ended and the agents meet."""
+        """Note the time at which this node's workers have ended and the agents meet."""
         self._ended_s = self._clock()
 
     def decided(self, decision: Decision) -> None:
-        """Note that the agents have agreed on a decision."""
+        """Note the time at which the agents have agreed on a decision."""
         if decision.phase == "train":
             self._reached, self.iteration = decision.iteration, 0
         self._decided_s = self._clock()
@@ -190,7 +194,10 @@ class Slowdown:
         self._is_told = False
 
     def add(self, step_time_s: float, iteration: int) -> str:
-        """Add a step time. Return a sentence for the user once, when steps exceed the limit, else an empty text."""
+        """Add a step time.
+
+        Return a sentence for the user once, when the median step exceeds the limit; else an empty text.
+        """
         self._num_seen += 1
         if self._num_seen <= IGNORED_STEPS:
             return ""

@@ -56,7 +56,10 @@ def check_words(decision: Decision) -> str:
 
 
 def passed(ended: Decision) -> Plan:
-    """Mark the checked candidate in its plan. The mark is the first reason, because screens cut the later reasons."""
+    """Mark the checked candidate in its plan.
+
+    The passed check becomes the plan's first reason, because screens cut later reasons.
+    """
     plan, choice = ended.plan, ended.choice
     assert plan is not None
     assert choice is not None
@@ -139,7 +142,7 @@ def tried(choice: Choice, report: TrialReport, *, is_own: bool, warm_ups: int, i
 
 def noise_s(one: Samples, other: Samples) -> float:
     """Return the largest difference (s) between the medians of two samples that noise explains."""
-    # Imported here, because only trials need the code that prices plans, and a start with a cached plan has no trials.
+    # Import the cost model only here, because a start with a cached plan has no trials and prices no plans.
     from pipette_launch.cost.learned import ERRORS_APART
 
     return ERRORS_APART * math.hypot(one.median_error_s, other.median_error_s)
@@ -167,8 +170,8 @@ def winner(runs: Sequence[Trial], *, margin: float) -> int | None:
 def settle(plan: Plan, trials: Trials, *, margin: float) -> Plan:
     """Make the winner of the trials the chosen candidate. If no trial finished, the plan stays as predicted.
 
-    Alternatives that outran the user's own configuration come first, the fastest at the start. After a failure, no
-    other alternative runs before the own configuration, unless the own configuration failed in its trial.
+    Alternatives that outran the user's own configuration come first, in order of their measured step time. After a
+    failure, no other alternative runs before the own configuration, unless the own configuration failed in its trial.
     """
     best = winner(trials.runs, margin=margin)
     if best is None:
@@ -222,7 +225,7 @@ class TrialsResult(NamedTuple):
     plan: Plan
     reason: str
     is_worth_keeping: bool
-    """True if the next start of the job should use this result."""
+    """True if the plan should be kept in the cache for the next start of the job."""
 
 
 class TrialCoordinator:
@@ -239,7 +242,7 @@ class TrialCoordinator:
         """Layouts whose trial died early, with the failure of each."""
 
     def open(self, training: Decision, job: Job) -> Decision:
-        """Return the first trial, or the training itself if the user wants no trials or no trial can run.
+        """Return the decision to run the first trial, or `training` if the user wants no trials or no trial can run.
 
         Raises PlanError if no trial can run, and the user asked to stop after errors.
         """
@@ -260,9 +263,9 @@ class TrialCoordinator:
         return self._next(training, job, plan)
 
     def judge(self, ended: Decision, report: TrialReport) -> Decision | TrialsResult:
-        """Take the result of a trial; return the next trial, the final result, or the end of the job.
+        """Take a trial's report; return the decision to run the next trial or to stop, or the result of all trials.
 
-        The job ends if the script died of a cause that no plan can avoid. The training follows the same rule.
+        The job ends if the script died of a cause that no plan can avoid. The training ends under the same rule.
         """
         options = self._options
         assert self._tried is not None
@@ -275,7 +278,7 @@ class TrialCoordinator:
             iterations=options.trial_iters,
         )
         if report.failure and run.step is None:
-            # The layout is not the cause only if the script also dies under other layouts.
+            # The script has to die under other layouts too, before the layout is ruled out as the cause.
             before = [earlier for layout, earlier in self._deaths if layout != run.layout]
             written, given = options.script_arguments, ended.script_arguments
             hopeless = why_to_give_up([report.failure], before=before, written=written, given=given)

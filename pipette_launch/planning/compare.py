@@ -46,7 +46,7 @@ def compare(paths: Sequence[str | Path]) -> Comparison:
 
 
 def num_moved(one: Plan, other: Plan) -> int | None:
-    """Count the ranks whose device differs between the plans. None if hosts or devices per host of the plans differ."""
+    """Count the ranks whose device differs between the plans; None if hosts or devices per host differ."""
     if sorted(one.hosts) != sorted(other.hosts) or one.devices_per_host != other.devices_per_host:
         return None
     placements = one.chosen.placement, in_order_of(other, one.hosts).chosen.placement

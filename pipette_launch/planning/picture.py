@@ -65,7 +65,7 @@ class Picture:
 def picture_of(plan: Plan, job: Job, measurements: Measurements) -> Picture:
     """Compute the drawn steps and the memory by kind of a plan, from the job and the measurements of the plan.
 
-    The measurements must list the hosts in the plan's order. PlanError if the plan is for other machines.
+    The measurements must list the hosts in the plan's order. Raises PlanError if the plan is for other machines.
     """
     predictor = Predictor(job, measurements)
     draws_own = not (plan.keeps_own or plan.own_fault)

@@ -153,7 +153,7 @@ def chosen_line(plan: Plan) -> str:
 
 
 def outcome_line(outcome: Outcome, width: int = OUTCOME_WIDTH) -> str:
-    """Compare prediction and measurement in one line. Tokens per second are left out if the line is too long."""
+    """Compare predicted and measured values in one line. Tokens per second are left out if the line is too long."""
     measured, peak, rate = outcome.measured_step, outcome.fullest, outcome.rate
     words = f"step {step_words(measured.median_s, outcome.predicted_step_s)}"
     if measured.is_unstable:

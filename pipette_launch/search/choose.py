@@ -119,7 +119,7 @@ class _Judge:
         self._inputs, self._own, self._own_priced, self._margin = inputs, own, own_priced, margin
         self._doubt = Uncertainty(inputs.job, inputs.predictor.compute, inputs.measurements)
         self._parts: dict[int, tuple[Candidate, Mapping[str, float]]] = {}
-        """Breakdown of each candidate by `id`; the candidate is stored too, so that its id is not used again."""
+        """Step-time breakdown of each candidate by `id`; storing the candidate too keeps Python from reusing its id."""
         self._own_carried_s = 0.0
         if own and self._doubt.differs:
             self._own_carried_s = self._doubt.carried_s(own_priced, own.placement, own.breakdown_s)

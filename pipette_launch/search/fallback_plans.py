@@ -333,7 +333,7 @@ def placed_anew(inputs: SearchInputs, choice: Choice, *, seed: int, is_late: IsL
         placed = settled(problem, choice.placement)
         placed = placed if placed.is_optimal else faster(placed, begin(problem, is_late=is_late)[0])
     else:
-        # A host that replaces a lost host may lie in another NVLink domain. Then a block of ranks would be split.
+        # A host that replaces a lost host may lie in another NVLink domain, which would split a block of ranks.
         placed, _ = begin(problem, is_late=is_late)
     if not (placed.is_optimal or is_late()):
         placed = improved_once(problem, placed, rng=random.Random(seed), is_late=is_late)

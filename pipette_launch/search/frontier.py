@@ -264,7 +264,7 @@ class Frontier:
         return np.asarray(fullest_N <= limits_N(self._inputs.job, columns, self._limit))
 
     def _limit(self, layout: Layout) -> int:
-        # Only the communicators of a layout change its limit.
+        # The memory limit of a layout depends only on its communicators.
         groups = num_communicators(self._inputs.job, layout), num_group_kinds(layout)
         if groups not in self._limits:
             self._limits[groups] = self._inputs.limit_bytes(layout)

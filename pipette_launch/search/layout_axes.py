@@ -181,7 +181,7 @@ def values(job: Job, field: str, options: tuple[T, ...]) -> tuple[T, ...]:
 
 @lru_cache(maxsize=1 << 12)
 def divisors(number: int) -> tuple[int, ...]:
-    """Return all divisors in rising order."""
+    """Return all divisors of a number in rising order."""
     small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
     return tuple(sorted({*small, *(number // size for size in small)}))
 
@@ -210,7 +210,8 @@ def group_sizes(job: Job, pp: int, vpp: int, num_microbatches: int) -> tuple[int
     """Return group sizes: micro-batches that interleaving runs through a chunk in a row; 0 = Megatron's default, pp.
 
     A larger group hides the transfer from the last stage to the first, but holds more activations. The last group must
-    not have fewer micro-batches than stages. If the default breaks this rule, the next larger legal size replaces pp.
+    not have fewer micro-batches than stages. If the default (pp) breaks the rule on the last group, the next larger
+    legal size replaces the default.
     """
     if vpp == 1:
         return values(job, "microbatch_group_size", (0,))

@@ -1,7 +1,7 @@
 """All layouts that Megatron allows for a job, and the number of refused layouts by reason.
 
-A base layout has degrees, layer split and micro-batch. Its variants add memory options: recompute, sequence
-parallelism, distributed optimizer and overlap.
+A base layout has degrees, layer split and micro-batch. The variants of a base layout add memory options: recompute,
+sequence parallelism, distributed optimizer and overlap.
 """
 
 # D = combinations (such as degrees), N = base layouts, M = variants, G, H = groups of base layouts with equal keys for
@@ -272,7 +272,7 @@ class BaseLayouts:
         return self.tables.variants(self.columns.take(rows))
 
     def neighbours(self, layout: Layout) -> LayoutColumns:
-        """Return the legal layouts with the same degrees that differ in one choice.
+        """Return the legal layouts with the same degrees that differ from a layout in one choice.
 
         A choice is the micro-batch, the layer split, the group of micro-batches, sequence parallelism, the distributed
         optimizer, the overlaps, or recompute. Fields that must follow a choice may differ too: the group follows the
@@ -434,8 +434,8 @@ class _ChunksAndBatches:
     def _new_seconds(self, tp: int) -> tuple[LayerSeconds, ...]:
         """Return times of the model's parts at this TP, for the user's micro-batch and for a large micro-batch.
 
-        The host launches many kernels for a layer and few for the head. With small micro-batches, launches limit the
-        speed, so the head costs as much time as fewer layers than with large micro-batches.
+        The host launches many kernels for a layer and few for the head. With small micro-batches, kernel launches limit
+        the speed, so a layer takes longer relative to the head.
         """
         job = self._rules.job
         own = ComputeCase(tp=tp, cp=job.own.cp, micro_batch_size=job.own.micro_batch_size)

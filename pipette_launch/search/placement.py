@@ -122,7 +122,7 @@ SWEEPS = 8
 
 
 def settled(problem: PlacementProblem, placement: Placement) -> Placed:
-    """Price a placement from another search. Its order of devices is kept only if that order saves time here too."""
+    """Price a placement of another layout; keep its order of devices only if that order saves time for this layout."""
     return _best_order(problem, [shared_order(placement, problem.slots.devices_per_host)], placement)
 
 
@@ -294,7 +294,8 @@ def annealed(problem: PlacementProblem, start: Placed, *, steps: int, rng: rando
         there = problem.best_of(in_device_order(neighbours, devices, order_D))
         temperature = START_TEMPERATURE * math.pow(END_TEMPERATURE / START_TEMPERATURE, step / steps)
         rise_s, scale_s = there.cost_s - here.cost_s, temperature * (start.cost_s - problem.bound_s)
-        # Metropolis' rule. Always draw the number, so that rounding of costs cannot change later random numbers.
+        # Accept by Metropolis' rule. Always draw the random number, so that rounding of costs cannot change later
+        # draws.
         chance = rng.random()
         if rise_s <= 0 or (scale_s > 0 and chance < math.exp(-rise_s / scale_s)):
             here = there

@@ -39,7 +39,7 @@ def side_by_side(trials: Sequence[Prices]) -> Prices:
 
 
 def steps_s_K(work: LayoutWork, trials: Prices) -> Floats:
-    """Return the seconds of each trial step."""
+    """Simulate the trials, and return the step time (s) of each trial."""
     at_once = max(1, _ACTIONS_AT_ONCE // (2 * len(work.rank_S) * work.num_microbatches))
     blocks = [slice(first, first + at_once) for first in range(0, len(trials.embedding_s_K), at_once)]
     parts = [_each_array(lambda *arrays, block=block: arrays[0][..., block], trials) for block in blocks]
@@ -47,7 +47,7 @@ def steps_s_K(work: LayoutWork, trials: Prices) -> Floats:
 
 
 def _each_array(change: Callable[..., Floats], *trials: Prices) -> Prices:
-    """Apply a function to each array of prices."""
+    """Apply a function to each array of prices (the same array of all trials), and return prices."""
     names = [name for name in Prices.__dataclass_fields__ if name != "exchange_s_PD"]
     exchanges = zip(*(one.exchange_s_PD for one in trials), strict=True)
     arrays = {name: change(*(getattr(one, name) for one in trials)) for name in names}
@@ -147,7 +147,7 @@ class BoundArguments:
 
     @cached_property
     def _hops(self) -> tuple[Floats, Floats, Floats]:
-        """Seconds of a message between two places, and of the fastest message from each place and to each place."""
+        """Seconds of a message between each two places, and of the fastest message from and to each place."""
         send_s_HH = self.places.link_s_HH("send", 2, self._model.work.hop_bytes)
         return (send_s_HH, *ring_bounds.best_ways(send_s_HH))
 
@@ -200,7 +200,7 @@ class BoundArguments:
         return self._all_hops_cross and self._model.work.traffic.embedding_bytes > 0
 
     def _of_places(self) -> Iterator[BoundArgument]:
-        """Yield arguments that some stage lies on a place with slow links, which its groups or messages must use."""
+        """Yield arguments: some stage lies on a place with slow links, which its groups or messages must use."""
         worth = [("gradient ring", ring.tour.through_s_H, ring.tour.cost_s_HH) for ring in self._rings]
         worth += [
             (f"{GROUP_NAMES[name]} group", tour.through_s_H, tour.cost_s_HH) for name, tour in self._tours.items()
@@ -220,7 +220,7 @@ class BoundArguments:
                     yield BoundArgument(words, self._with_place(place))
 
     def _with_place(self, place: int) -> Prices:
-        """Return one trial for each stage: in trial k, ranks of stage k lie on the place."""
+        """Return one trial step for each stage: in trial k, ranks of stage k lie on the place."""
         pp, devices = self._pp, self.places.devices
         trials = copies(self._one, pp)
         _at_own_rank(trials.slowness_PD, float(self._model.slowness_W[place * devices : (place + 1) * devices].max()))
@@ -240,7 +240,7 @@ class BoundArguments:
         return trials
 
     def _of_groups(self) -> Iterator[BoundArgument]:
-        """Yield arguments that some stage has the slowest data-parallel ring, or the slowest group of another kind."""
+        """Yield arguments: some stage has the slowest data-parallel ring, or the slowest group of another kind."""
         for ring in self._rings:
             last_s = ring.tour.thresholds_s[-1]
             trials = copies(self._mean, self._pp)
@@ -256,7 +256,7 @@ class BoundArguments:
             yield BoundArgument(words, trials)
 
     def _of_parts(self) -> Iterator[BoundArgument]:
-        """Yield arguments on sets of places with fast links inside: a ring or pipeline must cross between two sets."""
+        """Yield arguments: a ring or pipeline must cross between two sets of places with fast links only inside."""
         layout = self._model.work.layout
         if layout.pp == 1 or self.unit % layout.tp:
             return
@@ -296,7 +296,7 @@ class BoundArguments:
         yield trials
 
     def _of_pipelines(self) -> Iterator[BoundArgument]:
-        """Yield arguments that pipelines too long for one place must use links between places."""
+        """Yield arguments: pipelines that are too long for one place must use links between places."""
         if self._all_hops_cross:
             yield BoundArgument(
                 "the messages of a pipeline use different links, and not all these links are the best", self._mean
@@ -333,7 +333,7 @@ class BoundArguments:
                     np.maximum(target_PK, seconds, out=target_PK)
 
     def _with_hops(self, trial: Prices, hops: Sequence[tuple[int, ...]], seconds: float) -> Prices:
-        """Return one trial for each set of messages between stages, which then take at least `seconds`."""
+        """Return one trial for each set of messages between stages: in the trial, these take at least `seconds`."""
         trials = [copies(trial, 1) for _ in hops]
         for one, chosen in zip(trials, hops, strict=True):
             _raise(one, hops=chosen, seconds=seconds)
@@ -346,7 +346,7 @@ class BoundArguments:
 
 
 def _at_own_rank(target_PK: Floats, seconds: float) -> None:
-    """In trial k, raise the entry of pipeline rank k to at least `seconds`."""
+    """In trial k (column k of the array), raise the price of pipeline rank k to at least `seconds`."""
     diagonal = np.einsum("kk->k", target_PK)
     np.maximum(diagonal, seconds, out=diagonal)
 
@@ -391,7 +391,7 @@ def placement_bound_s(model: PlacementCost) -> Bound:
     for case in cases:
         bounds = [(next(least), argument.words) for argument in case]
         most_s = max(seconds for seconds, _ in bounds)
-        # Name the first argument that gives the largest bound.
+        # The plan's reason for the bound is the first argument that gives the largest bound.
         found.append((most_s, next(words for seconds, words in bounds if seconds >= most_s * (1 - _EQUAL))))
     least_s, words = min(found, key=lambda pair: pair[0])
     return Bound(seconds=least_s * (1 - _ROUNDING) * model.factor, words=words)
@@ -403,7 +403,7 @@ class BlockCase:
 
     unit: int
     breaks: tuple[tuple[str, ...], ...]
-    """Sets of kinds of groups. Some group of the kinds of one set spans several places; empty = no condition."""
+    """Condition: for each of these sets of group kinds, some group of a kind in the set spans several places."""
 
 
 def blocks(layout: Layout, devices: int) -> list[BlockCase]:

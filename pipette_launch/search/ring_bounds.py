@@ -132,7 +132,7 @@ def pipeline_splits(stages: int, longest: int, *, most: int) -> list[tuple[int, 
 def returning_splits(stages: int, longest: int, *, most: int) -> list[tuple[int, ...]] | None:
     """Return the sets of `pipeline_splits` for pipelines whose first and last stage lie in the same part.
 
-    The first stages and the last stages in this part are at most `longest` stages together.
+    This part holds at most `longest` stages: some at the beginning and some at the end of the pipeline.
 
     None = more than `most` sets; an empty list = the first and the last stage cannot lie in one part.
     """
@@ -228,7 +228,7 @@ class Tour:
     kind: Collective
     members: int
     size_bytes: float
-    """Bytes of the group's largest message. `seconds` prices other collectives over the same links."""
+    """Bytes of the group's largest message. The method `seconds` prices other collectives over the same links."""
     units: int
     """Number of blocks in a group."""
     per_place: int

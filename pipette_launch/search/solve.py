@@ -42,7 +42,7 @@ MOST_AT_ONCE = 64
 WHILE_PRICING = 1
 """Number of layouts whose placements are improved after each batch."""
 AFTER_PRICING = ((1024, (4, 2, 1)), (math.inf, (2, 1, 1)))
-"""(most slots, numbers of layouts whose placements the rounds after pricing improve). On more slots a round is slow."""
+"""(most slots, number of layouts that each round after pricing improves). On more slots fewer, as rounds are slow."""
 ALIKE = 2
 """In one round, at most this number of layouts with equal degrees is placed. A good placement of one layout also suits
 other layouts with these degrees."""
@@ -161,8 +161,8 @@ class SearchLoop:
         """Price layouts that differ from the best in one choice, in the best placement, until no layout is better.
 
         At 10,240 ranks, pricing takes milliseconds and improving a placement takes seconds. So a search that the
-        deadline ends early still returns a plan that no change of a single flag improves. A neighbour that is not
-        better is dropped here. The frontier returns the dropped neighbour later, and the search then tries the
+        deadline ends early still returns a plan that no change of a single flag improves. Drop a neighbour that is not
+        better than the best layout. The frontier returns the dropped neighbour later, and the search then tries the
         neighbour's own start placements.
         """
         while not self._is_late():

@@ -170,7 +170,7 @@ def tangents_of(
     """Return critical paths (tangents) of the current pipelines, and of pipelines with slower stages or messages.
 
     Args:
-        work: work of the layout.
+        work: passes, messages and collectives of the layout.
         durations_BD: seconds of the passes of every pipeline.
         hops_JD: seconds of the messages between stages of every pipeline.
         spread: range of a pipeline's times over the hosts.
@@ -252,8 +252,8 @@ class Crossing:
         forward_S = tangents.most_B[:stages] + tangents.most_B[2 * stages :]
         weight_IS = forward_S * self.forward_IS + tangents.most_B[stages : 2 * stages] * self.backward_IS
         weight_IP = np.stack([weight_IS[:, rank::pp].sum(axis=1) for rank in range(pp)], axis=1)
-        # All pipeline ranks share one matrix, because all pipeline ranks mostly do the same exchanges, only in
-        # different numbers.
+        # All pipeline ranks share one matrix, because the same exchanges dominate on every rank, only in different
+        # numbers.
         most = int(weight_IP.sum(axis=0).argmax())
         typical_I = np.median(self.exposed_s_IHH, axis=(1, 2)) + np.finfo(float).tiny
         share_P = typical_I @ weight_IP / (typical_I @ weight_IP[:, most])
@@ -508,7 +508,7 @@ def _add_pipelines(
 def _add_along(
     builder: ProblemBuilder, kind: int, ends_PR: tuple[Ints, Ints], weight_PK: Floats, group_KR: Ints
 ) -> None:
-    """Add a flow for each pipeline rank of each pipeline and tangent."""
+    """Add a flow (a linear term) for each pipeline rank of each pipeline and tangent."""
     shape = (weight_PK.shape[1], *ends_PR[0].shape)
     sender, receiver = (np.broadcast_to(end, shape).ravel() for end in ends_PR)
     weight = np.broadcast_to(weight_PK.T[:, :, None], shape).ravel()

@@ -298,8 +298,8 @@ CORE = (
 
 # Megatron-LM's training programs: their flags, their check for CUDA, and the kernels that they compile.
 
-# Flags by their dest, and the values that run on a CPU. The results of a training change only for a job with fp8, fp4
-# or reduced optimizer precision.
+# Flags by their argparse `dest`, and the values that run on a CPU. The results of a training change only for a job with
+# fp8, fp4 or reduced optimizer precision.
 _FLAGS_ON_CPU: dict[str, object] = {
     "distributed_backend": "gloo",
     "transformer_impl": "local",

@@ -1,8 +1,8 @@
 """One whole stage of a training job on a real device: the memory that one rank really uses.
 
 `play` runs the job's own script, or a program that builds the model from flags, as one rank of the full world size with
-real tensors. Warm-up, steady state and cooldown run with as many micro-batches in flight as in the job, and then the
-optimizer steps. No message is sent. Random noise of the same shape replaces each received tensor.
+real tensors. Warm-up, steady state and cooldown run with as many micro-batches in flight as in the job. The optimizer
+step follows. No message is sent. Random noise of the same shape replaces each received tensor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StageRun:
     tally_bytes: int
     """Peak bytes of all tensors, each rounded up as CUDA's allocator does, without temporaries inside an operation.
 
-    0 on CUDA, because torch's own allocator counts the bytes there.
+    On CUDA this field is 0, because torch's own allocator counts the bytes.
     """
     parts: dict[str, int]
     """`tally_bytes` by label, with the labels of abstract execution."""
@@ -55,8 +55,8 @@ def run_stage(
     """Train the first rank of a stage for two steps, and free everything.
 
     `workload.load` must have run, and no process group may exist. Two steps run, because the optimizer's states exist
-    from the end of the first step on. On a CPU the first step of a model from flags has no forward and backward, unless
-    Megatron-FSDP shards the model: its parameters have no gradients before a backward.
+    from the end of the first step on. On a CPU the first step of a model from flags runs only the optimizer. With
+    Megatron-FSDP the first step runs forward and backward too, because parameters have no gradients before a backward.
 
     `program` is the job's own script; None builds the model from the job's flags. A WorkloadError says that Megatron or
     the script refuses the stage. Out-of-memory errors are raised as torch raises them.

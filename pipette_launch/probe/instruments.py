@@ -21,8 +21,11 @@ BUSY_BYTES = 64 << 20
 FIRST_PASSES, MOST_PASSES = 64, 256  # CUDA queues about 1,000 launches before the host must wait
 USUAL_CORE_S = 1.5e-3
 """Seconds of the fixed computation of `CoreSpeed` on a reference core, to which times of all slots are converted."""
-CHECK_EVERY_S = 0.1  # Seconds for which a check of the core's speed stays valid.
-CHECK_REPEATS = 3  # A check is the median of these repeats; the first repeat has cold caches.
+CHECK_EVERY_S = 0.1
+"""Seconds for which a check of the core's speed stays valid."""
+CHECK_REPEATS = 3
+"""Number of repeats of the fixed computation in one speed check. The median counts, because the first repeat has cold
+caches."""
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 Clock = Callable[[], float]
-LATER_S = 5.0  # Ranks above 0 wait longer, so that rank 0 gives up first and can report missing ranks.
-KEYS_PER_READ = 64  # Number of results that rank 0 reads in one request, which limits the size of the store's answer.
+LATER_S = 5.0
+"""Ranks above 0 wait longer, so that rank 0 gives up first and can report missing ranks."""
+KEYS_PER_READ = 64
+"""Number of results that rank 0 reads in one request, which limits the size of the store's answer."""
 MOST_NAMED = 4
 ARRIVAL = "all workers to arrive"
 PR_SET_PDEATHSIG = 1
@@ -49,7 +51,7 @@ class Budget:
         return self.started_s + share * self.budget_s - self.clock()
 
     def with_room(self, share: float, least: float) -> Budget:
-        """Return a budget that starts later if needed, so that the share `least` remains until `share` is spent."""
+        """Return a budget that starts later if needed, so that the share `least` is left before `share` is spent."""
         return replace(self, started_s=self.started_s + max(least * self.budget_s - self.left_s(share), 0.0))
 
     def allows(self, share: float, needs_s: float = 0.0) -> bool:

@@ -38,11 +38,16 @@ LEAST_S = 60.0
 RANKS_PER_S = 20.0
 """Number of ranks for which each wait grows by one second, because a cold file system serves ranks one after the
 other."""
-START_S = 120.0  # Seconds for imports, compilation and the untimed first run of a worker, outside the budget.
-FULL_HOSTS = 64  # Up to this number of hosts, every pair of hosts is measured.
-BLIND_ROUNDS = 8  # Jobs with more hosts measure this number of rounds of random pairs before the first plan.
-TINY_BYTES = 8  # Bytes of an acknowledgement, and of the message that shows the latency.
-MIN_SIZES = 3  # A line (latency and bandwidth) needs at least this number of message sizes.
+START_S = 120.0
+"""Seconds for imports, compilation and the untimed first run of a worker, outside the budget."""
+FULL_HOSTS = 64
+"""Up to this number of hosts, every pair of hosts is measured."""
+BLIND_ROUNDS = 8
+"""Jobs with more hosts measure this number of rounds of random pairs before the first plan."""
+TINY_BYTES = 8
+"""Bytes of an acknowledgement, and of the message from which the latency is computed."""
+MIN_SIZES = 3
+"""A line (latency and bandwidth) needs at least this number of message sizes."""
 
 
 def wait_s(num_ranks: int, left_s: float = 0.0, *, least_s: float = LEAST_S) -> float:
@@ -241,8 +246,10 @@ def joined(before: WorkerResult, after: WorkerResult) -> WorkerResult:
     return WorkerResult(**{each.name: both(each.name, each.default) for each in fields(WorkerResult)})  # type: ignore[arg-type]
 
 
-START = "start"  # Name of the phase before and between measurements: imports, rendezvous, gathering.
-SIGN_S = 60.0  # Longest time between two progress messages, unless a phase has set another limit.
+START = "start"
+"""Name of the phase before and between measurements: imports, rendezvous, gathering."""
+SIGN_S = 60.0
+"""Longest time between two progress messages, unless a phase has set another limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,8 @@
 """Checks that collectives return shares in the order of ranks, on one host, before training.
 
-`python -m pipette_launch.probe.order_check KIND TP RANK...` is one worker. The worker runs in torchrun's environment,
-with the devices in the order that training gives them. All workers of a host open one communicator, and each
-tensor-parallel group opens a second communicator.
+The command `python -m pipette_launch.probe.order_check KIND TP RANK...` runs one worker. The worker runs in torchrun's
+environment, with the devices in the order that training gives them. All workers of a host open one communicator, and
+each tensor-parallel group opens a second communicator.
 
 NCCL may return shares in the order of the devices instead, without an error (NVIDIA/nccl#1906: NVLS on one host with a
 permuted CUDA_VISIBLE_DEVICES). Without this check, training would continue with wrong numbers.

@@ -72,9 +72,11 @@ logger = logging.getLogger(__name__)
 ADVISER_START_S = 30.0  # Seconds of the adviser to start, read and write, besides its search, on cores that may be busy
 QUESTION, ANSWER = "question.json", "advice.json"
 LINKS_LEAST, COLLECTIVES_LEAST = 0.25, 0.1
-"""Least shares of the budget that links and collectives get, even after a long compute phase."""
-ADVICE_SHARE = 0.8  # The adviser may search until this share of the budget is spent.
-ADVICE_S = (1.0, 5.0)  # Shortest and longest time of the adviser's search, in seconds.
+"""Smallest shares of the time budget that links and collectives get, even after a long compute phase."""
+ADVICE_SHARE = 0.8
+"""The adviser may search until this share of the budget is spent."""
+ADVICE_S = (1.0, 5.0)
+"""Shortest and longest time of the adviser's search, in seconds."""
 ADVICE_PATIENCE_S = ADVICE_S[1] + ADVISER_START_S
 PHASES = ("start", "compute", "memory", "links", "search", "collectives", "stages")
 MAX_NAMED = 5  # Most slots that a note names; further slots are only counted
@@ -158,7 +160,7 @@ class Phases:
             self._stages = advice.stages or self._stages
             more = not_measured(advice.dimensions, self._dimensions, self.options.devices_per_host)
             num_groups += self._collectives(more) if more else 0
-        # Read memory while the communicators are open, because these take most of the device memory outside the
+        # Read memory while the communicators are open, because communicators take most of the device memory outside the
         # allocator.
         assert self._mine.overhead is not None
         self._add(
@@ -450,7 +452,7 @@ def not_measured(
 
 
 def _shapes(dimension: Dimension, devices_per_host: int) -> set[tuple[CollectiveKind, int, int]]:
-    """Return (kind, number of slots, number of hosts) of each group."""
+    """Return (kind of collective, number of slots, number of hosts) of each group."""
     return {
         (kind, len(group), len({slot // devices_per_host for slot in group}))
         for kind in dimension.kinds

@@ -101,7 +101,7 @@ def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_
     # The barrier comes first, because the deadline of a connection does not allow for the compute phases of other
     # workers.
     lockstep.barrier(phases.budget.left_s())
-    # Pass no device_id, because with it NCCL splits subgroups off the world, and then ranks outside the group must make
+    # Pass no device_id. With a device_id NCCL splits subgroups off the world, and ranks outside a subgroup must make
     # the call too.
     world, backend = dist.PrefixStore("world", lockstep.store), BACKENDS[options.device_kind]
     # Deadline for reading NCCL's id from the store, and for the watchdog of the group.

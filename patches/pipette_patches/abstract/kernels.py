@@ -2,8 +2,8 @@
 
 Abstract tensors have no values from which a router could choose, so all experts get the same number of tokens.
 FusedAdam follows TransformerEngine 2.8, optimizers/fused_adam.py, and makes its states at the first step. For states in
-reduced precision, the kernel makes fp32 copies of all states of a parameter group at once. Weights may have 16-bit
-remainders instead of fp32 master weights, and the kernel needs no copy of these remainders.
+reduced precision, FusedAdam makes fp32 copies of all states of a parameter group at once. FusedAdam may keep 16-bit
+remainders instead of fp32 master weights, and needs no copy of these remainders.
 """
 
 from __future__ import annotations

@@ -306,7 +306,8 @@ def _ring_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                 pairs.append(torch.empty_like(pairs[0]))
             part = query
             if step:
-                # With causal attention, later steps need half of the queries (as assumed here) or half of the keys.
+                # With causal attention, later steps of the ring need half of the queries (as assumed here) or half of
+                # the keys.
                 part = query.new_empty([size // 2 if at == sequence else size for at, size in enumerate(query.shape)])
                 outs.append(part)
             outs += _attention_output(part, value)

@@ -4,11 +4,12 @@ Around the passes, `run` does the same as Megatron's pipelined functions (megatr
 Each pass is Megatron's own `forward_step` or `backward_step`. Each message is posted alone, and a rank waits for the
 message before it uses the tensor.
 
-Some schedules split a backward into I (gradient of the input) and W (gradients of the weights). torch's own split would
-compute gradients of the weights twice, because Megatron's linear layers make the gradients of input and weights in one
-autograd function (pytorch issues 166577, 174017). So the backward of that autograd function is wrapped. The wrapped
-backward still communicates, but skips the matrix product for the weight gradient. Megatron's own switch skips this
-product: `--defer-embedding-wgrad-compute` sets the switch for the vocabulary, but the switch works for every layer.
+Some schedules split a backward into I (gradient of the input) and W (gradients of the weights). Megatron's linear
+layers make both gradients in one autograd function. With torch's own split, this function would compute gradients of
+the weights twice (pytorch issues 166577, 174017). So the executor wraps the backward of this autograd function. The
+wrapped backward still communicates, but skips the matrix product for the weight gradient. A switch of Megatron skips
+the product for the weight gradient: `--defer-embedding-wgrad-compute` sets the switch for the vocabulary, but the
+switch works for every layer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Folded pipelines (V): each rank has two chunks, and rank 0 holds the first and the last stage of the model.
 
-In Megatron's own placement chunk 1 of rank r is stage p + r; here it is stage 2p - 1 - r. So Megatron's questions about
-the rank of a second chunk are answered for rank p - 1 - r, and the last stage is on rank 0. Layers keep their numbers,
-so checkpoints are the same as in Megatron's own placement. The results of a step travel from rank 0 to the last rank,
-where Megatron reads them.
+In Megatron's own placement chunk 1 of rank r is stage p + r; here it is stage 2p - 1 - r. So the patch makes Megatron
+treat the second chunk of rank r as a chunk of rank p - 1 - r. The last stage is then on rank 0. Layers keep their
+numbers, so checkpoints are the same as in Megatron's own placement. The results of a step travel from rank 0 to the
+last rank, where Megatron reads them.
 """
 
 from __future__ import annotations

@@ -49,9 +49,12 @@ from pipette_patches import workload as patches_workload
 from pipette_patches.whole_stage import StageRun, stage_words
 from pipette_patches.workload import Workload, WorkloadError, case_words, is_out_of_memory, optimizer_step
 
-FP32_BYTES = 4  # Bytes of one element of an fp32 main gradient or master weight.
-COMPUTE_SHARE = 0.45  # Share of the time budget for layers; links and collectives get the rest.
-AGAIN_SHARE = 0.25  # After this share of the budget, only the reference case times recompute.
+FP32_BYTES = 4
+"""Bytes of one element of an fp32 main gradient or master weight."""
+COMPUTE_SHARE = 0.45
+"""Share of the time budget for layers; links and collectives get the rest."""
+AGAIN_SHARE = 0.25
+"""After this share of the budget, only the reference case times recompute."""
 WORK_UP_S, WORK_UP_SHARE = 4.0, 0.07
 """Seconds of work on all GPUs before the first timing, and the largest share of the time budget for this work."""
 HASTE = 4.0  # Factor by which cases other than the reference, and parts other than layers, get less time
@@ -266,7 +269,7 @@ class LayerBench(Bench):
         The timing of the reference case does not count, because only the reference case is timed for long.
         """
         # Freeze imported objects, so that garbage collections between cases need not visit them. The layers of the
-        # first lap must be freed before, because frozen garbage keeps its memory.
+        # untimed first run must be freed before, because frozen garbage keeps its memory.
         gc.collect()
         gc.freeze()
         reference, *others = case_rounds(self.options.cases, self.slot, self.options.num_slots)

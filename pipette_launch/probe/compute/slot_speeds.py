@@ -2,8 +2,8 @@
 
 On a CPU a quota, another process or a stop signal takes the core away from a slot. The processor time of a layer does
 not show this loss, but its wall time does. Workers that share cores get uneven parts of the cores, so a single time
-window proves little. So a slot that differs from its peers repeats the test at two other moments, beside a few usual
-slots and with a core for each slot. Chance does not slow the same slot three times.
+window proves little. So a slot that differs from its peers repeats the test at two other moments. A few usual slots
+work beside this slot, with a core for each slot. Chance does not slow the same slot three times.
 """
 
 # S = slots, host by host, T = turns; nan = not measured.
@@ -31,8 +31,10 @@ WINDOW_S = {"cpu": 0.5, "cuda": 0.3}
 each."""
 RETESTS = 2
 SCHEDULE = Path("/proc/thread-self/schedstat")
-SAME_SPEED = {"cuda": 1.05, "cpu": 1.3}  # Slots whose times differ by less than this factor count as equally fast.
-NUM_CONTROLS = 3  # Number of usual slots of each device type that repeat the test for comparison.
+SAME_SPEED = {"cuda": 1.05, "cpu": 1.3}
+"""Slots whose times differ by less than this factor count as equally fast."""
+NUM_CONTROLS = 3
+"""Number of usual slots of each device type that repeat the test for comparison."""
 
 Floats = NDArray[np.float64]
 Paces = Sequence[Sequence[Pace]]  # Times of each slot, turn by turn

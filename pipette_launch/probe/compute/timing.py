@@ -1,6 +1,6 @@
 """Times of one part of a model: forward, gradients of input and weights, recompute; and the overheads of a CPU stage.
 
-The time of a layer is a slope: a short and a long chain of layers run in turns, and the difference of their times is
+The time of a layer is a slope. A short and a long chain of layers run in turns, and the difference of their times is
 divided by the difference of their lengths. So the cost of entering and leaving a chain does not count, such as the
 first launch on an idle device. The time of weight gradients, or of recompute, is the difference between two chains of
 equal length.
@@ -10,8 +10,9 @@ On a CPU a stage also takes time that layers in a row do not show:
 - Waking: after a wait, as in a pipeline, a layer finds cold caches. On four hosts with 0.4 of a core each, a wait of 20
   ms before a pass added 1.2 to 1.7 ms of processor time to layers of any size. With 0.4 of a core this is 3 to 4 ms of
   wall time.
-- Loading: the data loader's processes compute on the slot's cores. On the same hosts, loading cost the first and the
-  last stage 12 ms for each micro-batch of any size. On a GPU machine the data loader has its own cores.
+- Loading: the data loader's processes compute on the slot's cores. On four hosts with 0.4 of a core each, loading cost
+  the first and the last stage 12 ms for each micro-batch of any size. On a GPU machine the data loader has its own
+  cores.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Habits:
     """Number and length of timed turns on a kind of device, `cpu` or `cuda`. A turn runs each chain of layers once."""
 
     warmups: int
-    """Number of untimed turns after the first lap, in which autotuners and allocators adapt."""
+    """Number of untimed turns before the timed turns, in which autotuners and allocators adapt."""
     chains: tuple[int, int]
     """Lengths of the short and the long chain. On a GPU even the short chain has two layers, because in a real stage
     the host launches the second layer ahead."""
@@ -74,7 +75,7 @@ HABITS = {
 
 
 class Run(NamedTuple):
-    """Seconds of one chain's forward and backward."""
+    """Seconds of the forward and of the backward of one chain of layers."""
 
     forward_s: float
     backward_s: float

@@ -314,9 +314,10 @@ def await_memory(
 ) -> tuple[str, ...]:
     """Wait until no GPU of a host holds noticeably more memory than before the warm-up.
 
-    A driver frees the memory of a process some time after its end, and a child that a worker left behind may hold
-    memory for ever. `host` describes this machine before the warm-up. `used_bytes` returns the memory in use on the GPU
-    with a given UUID. `holders` returns a sentence for each process that holds memory of a host's devices.
+    A driver frees the memory of a process some time after the process has ended. A child process that a worker left
+    behind may hold memory for ever. `host` describes this machine before the warm-up. `used_bytes` returns the memory
+    in use on the GPU with a given UUID. `holders` returns a sentence for each process that holds memory of a host's
+    devices.
 
     Returns a sentence for each device that stayed full, and for each process that holds memory of that device. The
     result is empty on a CPU, because the kernel takes memory back before a process ends visibly.

@@ -36,12 +36,19 @@ Matrix = NDArray[np.float64]
 Vector = NDArray[np.float64]
 Pair = tuple[int, int]
 
-SUSPECT_RATIO = 0.8  # A link below this share of its peers' rate is measured again.
-FAULT_RATIO = 0.75  # A link is faulty if two measurements together are below this share of its peers' rate.
-RANDOM_SCALE = 0.2  # If ln(link / detour) scatters by more, links differ at random, and none is suspected.
-MOST_SHARE = 0.25  # If more than this share of hosts or slots is slow, the slow ones are not counted as faulty.
-SUSPECT_SCALES = 2.0  # A link is measured again if it is slower than its peers by this number of scatters.
-FALSE_ALARMS = 2e-4  # Accepted chance that any link of a healthy cluster is called faulty.
+SUSPECT_RATIO = 0.8
+"""A link below this share of its peers' rate is measured again."""
+FAULT_RATIO = 0.75
+"""A link is faulty if two measurements together are below this share of its peers' rate."""
+RANDOM_SCALE = 0.2
+"""Largest scatter of ln(link rate / detour rate). With more scatter links differ at random, and no link is
+suspected."""
+MOST_SHARE = 0.25
+"""If more than this share of hosts or slots is slow, the slow hosts or slots do not count as faulty."""
+SUSPECT_SCALES = 2.0
+"""A link is measured again only if it is slower than its peers by this number of standard deviations."""
+FALSE_ALARMS = 2e-4
+"""Accepted probability that any link of a healthy cluster is called faulty."""
 MIN_SCALE = 0.02
 FEW = 12  # With fewer links or hosts, the scatter cannot be estimated, so `FEW_SCALE` is used
 FEW_SCALE = 0.12
@@ -52,9 +59,12 @@ MOST_LINKS = 4
 MOST_LINKS_SHARE = 1 / 16
 """If more links than `MOST_LINKS` and more than this share of all links are slow, the network is built that way, so
 these links are no faults."""
-ALIKE_SCATTERS = 4.0  # Detours that differ by less than this number of scatters count as equally good.
-MAX_DETOURS = 64  # Number of a sender's fastest links that are tried as detours.
-RETRIED_LINKS = 3  # A slow host is measured again on this number of links in each direction.
+ALIKE_SCATTERS = 4.0
+"""Detours whose log rates differ by less than this number of standard deviations count as equally good."""
+MAX_DETOURS = 64
+"""Number of a sender's fastest links that are tried as detours."""
+RETRIED_LINKS = 3
+"""A slow host is measured again on this number of links in each direction."""
 SUSPECT_SPEED = {"cuda": 0.92, "cpu": 0.75}
 FAULT_SPEED = {"cuda": 0.9, "cpu": 0.7}
 MIN_SLOT_SCALE = {"cuda": 0.01, "cpu": 0.05}
@@ -262,7 +272,7 @@ def _excess(known_HH: Matrix) -> tuple[Matrix, float]:
 
 
 def _needed(excess_HH: Matrix, times: int) -> float:
-    """Return the limit, in scatters below its peers, at which a link counts as faulty and not as slow by chance."""
+    """Return the number of standard deviations below its peers at which a link counts as faulty, not slow by chance."""
     count = max(1, int(np.isfinite(excess_HH).sum()))
     # The scatter is estimated from the links. With few links the estimate may be too small, so the limit is higher.
     doubt = 1 + 1.5 / math.sqrt(count) if count >= FEW else 1.0

@@ -46,11 +46,16 @@ from pipette_launch.probe.messages import MIN_SIZES, TINY_BYTES, LinkSamples, Wa
 
 Group: TypeAlias = tuple[Pair, ...]
 """Pairs of slots that are measured together: all rails of a pair of hosts, or one pair of devices in the same host."""
-FIRST_BYTES = 64 << 10  # Larger messages are sent only after a message of this size was timed.
-EXCHANGES, EXCHANGED_BYTES = 8, 1 << 20  # One value on a GPU is the mean of up to 8 exchanges, together 1 MiB.
-LEAD_S = 2e-3  # Seconds for which a GPU is kept busy before each value, while the host queues the exchanges.
-GROWTH = 16  # A message size is sent only after a size at least 1/16 as large was timed.
-TINY_REPEATS = 4  # Tiny messages are sent 4 times as often, because their times scatter most.
+FIRST_BYTES = 64 << 10
+"""Larger messages are sent only after a message of this size was timed."""
+EXCHANGES, EXCHANGED_BYTES = 8, 1 << 20
+"""One timed value on a GPU is the mean of up to 8 exchanges, with at most 1 MiB of messages together."""
+LEAD_S = 2e-3
+"""Seconds for which a GPU is kept busy before each value, while the host queues the exchanges."""
+GROWTH = 16
+"""A message size is sent only after a size at least 1/16 as large was timed."""
+TINY_REPEATS = 4
+"""Factor by which tiny messages are sent more often than other sizes, because their times scatter most."""
 WARM_BYTES = 256 << 10
 MAX_WARMUPS = 4
 MIN_VALUES, MAX_VALUES = 3, 24
@@ -60,12 +65,16 @@ disturbed, the result is then at most 9 % too slow."""
 PARTNER_SHARE = 0.8
 """Share of the deadline in which a partner must answer. So the rank that waits for a silent partner fails first and can
 name the partner."""
-LINKS_SHARE = 0.7  # Links may be timed until this share of the budget is spent; collectives get the rest.
-MAX_DECISIONS = 32  # Rank 0 checks the time left at most 32 times, because each check makes every rank read the store.
+LINKS_SHARE = 0.7
+"""Links may be timed until this share of the budget is spent; collectives get the rest."""
+MAX_DECISIONS = 32
+"""Rank 0 checks the time left at most 32 times, because each check makes every rank read the store."""
 LEAST_DIRECTION_S = {"cpu": 0.1, "cuda": 0.02}
 MOST_DIRECTION_S = 1.0
-AGREE = 1.25  # Two measurements of a link agree if the later one is faster by at most this factor.
-MAX_MEASUREMENTS = 4  # Largest number of times that the first links inside hosts are measured.
+AGREE = 1.25
+"""Two measurements of a link agree if the later one is faster by at most this factor."""
+MAX_MEASUREMENTS = 4
+"""Largest number of times that the first links inside hosts are measured."""
 
 
 def ladder(sizes_bytes: Sequence[int]) -> tuple[int, ...]:
@@ -161,7 +170,7 @@ class Tally:
         self.own_s = [[] for _ in self.sizes]
 
     def add(self, index: int, own_s: float, all_s: float | None = None) -> None:
-        """Record one message of size `index`; the first messages of each size are warm-ups.
+        """Record the time of one message of size number `index`; the first messages of each size are warm-ups.
 
         `own_s` is the time of this rail. `all_s` is the time until all rails had finished; None = one rail.
         """
@@ -382,7 +391,7 @@ class LinkMeter:
         return self._largest(torch.tensor([[number]], dtype=torch.float64))[0][0]
 
     def _message(self, index: int, pair: Pair, *, is_sender: bool) -> float:
-        """Send or answer a message of size `index`; returns the seconds until the answer came."""
+        """Send or answer a message of size number `index`; returns the seconds until the answer came."""
         if self._queued is None:
             before_s = self.clock()
             self._exchange(index, pair, is_sender=is_sender)
@@ -445,12 +454,12 @@ def direction_s(left_s: float, num_rounds: int, device_kind: str) -> float:
 def measure(
     options: WarmupOrder, *, lockstep: Lockstep, budget: Budget, between: Sequence[Round] | None = None
 ) -> WorkerResult:
-    """Time pairs of local devices and pairs of hosts, and time slow pairs of hosts again; every rank makes this call.
+    """Time links between local devices and between hosts, and slow links between hosts again; every rank calls this.
 
     The result has this rank's samples as a sender, and notes on rounds that were skipped.
 
-    At least one round of each kind is measured. No further round begins after the links' share of the budget is spent.
-    `between` has the rounds between hosts; None = all pairs.
+    At least one round between hosts and one round within hosts is measured. No further round begins after the links'
+    share of the budget is spent. `between` has the rounds between hosts; None = all pairs.
     """
     between = all_pairs(range(len(options.hosts))) if between is None else between
     within = all_pairs(range(options.devices_per_host))

@@ -50,13 +50,21 @@ Measure = Callable[[Sequence[Round]], Lines]
 Advise = Callable[[Links], Sequence[Pair]]
 """Function that plans with given links, and returns the host pairs that the plans use, most important first."""
 
-MOST_ROUNDS = 30  # Limit for all blind, scouting and plan rounds together.
-PASS_ROUNDS = 5  # Limit of plan rounds before the next plan; a ring plus a path need 4 links of each host.
-LEAST_ROUNDS = 2  # With fewer rounds left, the adviser does not plan again.
-SCOUTING_SHARE = 0.8  # Scouting rounds take at most this share of the rounds left after the blind rounds.
-LEAST_SCOUTS = 0.05  # Scouting ends if fewer than this share of the hosts are in an untested pair.
-BLIND_SCOUTING_ROUNDS = 4  # Limit of scouting rounds with random pairs, while no groups of near hosts are visible.
-CHANGED = 0.10  # A cached link counts as changed if its time per byte differs by more than this share.
+MOST_ROUNDS = 30
+"""Largest number of blind, scouting and plan rounds together."""
+PASS_ROUNDS = 5
+"""Largest number of plan rounds before the adviser plans again. A ring plus a path through all hosts need 4 links of
+each host."""
+LEAST_ROUNDS = 2
+"""With fewer rounds left, the adviser does not plan again."""
+SCOUTING_SHARE = 0.8
+"""Scouting rounds take at most this share of the rounds left after the blind rounds."""
+LEAST_SCOUTS = 0.05
+"""Scouting ends if fewer than this share of the hosts are in an untested pair."""
+BLIND_SCOUTING_ROUNDS = 4
+"""Largest number of scouting rounds with random pairs, while no groups of near hosts are visible."""
+CHANGED = 0.10
+"""A cached link counts as changed if its time per byte differs by more than this share."""
 STALE, STALE_LEAST = 0.25, 2
 """All cached links are discarded if more than 25 % of the links measured again have changed, and at least 2 links. A
 single changed link is no reason to doubt the other links."""
@@ -64,16 +72,21 @@ single changed link is no reason to doubt the other links."""
 GRID, BLUR = 0.005, 0.01
 """Step of the histogram of links and width of its smoothing kernel, in log bandwidth. A few percent of noise must not
 look like a tier of switches."""
-VALLEY = 0.5  # Two tiers of links differ if the density between them is below this share of the lower peak.
-LEAST_LINKS, LEAST_SEEN = 6, 200  # Least number of links in a tier, and of all links for inferring tiers.
-FAR_SHARE = 0.1  # A group of hosts is split only if more than this share of its links are far.
+VALLEY = 0.5
+"""Two tiers of links differ if the density between them is below this share of the lower peak."""
+LEAST_LINKS, LEAST_SEEN = 6, 200
+"""Least number of measured links in one tier, and least number of measured links from which tiers are inferred."""
+FAR_SHARE = 0.1
+"""A group of hosts is split only if more than this share of its links are far."""
 MOST_LEVELS = 3
 SMALL = 0.3  # A group smaller than this share of the usual group is dissolved into the group with the best links to it
 SEVERAL = 3
 SURE = 2  # Majority of far or near links that decides about two groups, because one link may be disturbed
 
-HOST_QUANTILE = 0.75  # A host's rate is this quantile of its links' rates: a slow link may be due to the other host.
-SHRINKAGE = 2.0  # The log factor of a host with n measured links is multiplied by n / (n + SHRINKAGE).
+HOST_QUANTILE = 0.75
+"""A host's rate is this quantile of its links' rates, because a slow link may be due to the other host."""
+SHRINKAGE = 2.0
+"""The log factor of a host with n measured links is multiplied by n / (n + SHRINKAGE)."""
 SWEEPS = 3
 OPTIMISTIC_QUANTILE = 0.9  # Optimistic estimates equal this quantile of the measured links of a tier
 
@@ -458,7 +471,7 @@ class Survey:
         )
 
     def scout(self, most: int, measure: Measure, allows: Callable[[], bool], rng: np.random.Generator) -> int:
-        """Take scouting rounds until few pairs are left to test; returns the number of rounds, at most `most`."""
+        """Run scouting rounds until few pairs are left to test; returns the number of rounds, at most `most`."""
         for taken in range(most):
             pairs = scouting_round(self.num_hosts, self.lines, rng)
             if not pairs and taken < BLIND_SCOUTING_ROUNDS:

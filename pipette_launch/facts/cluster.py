@@ -182,7 +182,7 @@ class Cluster(HostsOfJob):
     slot_speed: tuple[float, ...]
     """Compute speed of each slot relative to the median slot."""
     imagined: DeviceSpec | None = field(default=None, hash=False, metadata=ADDED_LATER)
-    """Type of all devices if the user only described the machines. The type is None if the hosts are real."""
+    """Type of all devices if the user only described the machines. The type is `None` if the hosts are real."""
 
     def __post_init__(self) -> None:
         sizes = {len(host.devices) for host in self.hosts}
@@ -195,7 +195,7 @@ class Cluster(HostsOfJob):
             raise FactError(f"between_hosts is {self.between_hosts.size} wide for {len(self.hosts)} hosts")
         if [links.size for links in self.within_host] != [self.devices_per_host] * len(self.hosts):
             raise FactError("within_host needs one matrix for each host, with one row for each device")
-        # Equal inner links share one object, so that their cached results are computed once.
+        # Hosts with equal inner links share one Links object, so that its cached results are computed only once.
         shared: dict[Links, Links] = {}
         object.__setattr__(self, "within_host", tuple(shared.setdefault(links, links) for links in self.within_host))
         if len(self.slot_speed) != self.num_slots or not all(speed > 0 for speed in self.slot_speed):
@@ -227,7 +227,7 @@ def in_device_order(placement_KW: ArrayLike, devices: int, order_D: Sequence[int
     """Sort the ranks of each host, or put the ranks on the host's devices in a given order.
 
     Each rank stays on its host. `placement_KW` is one placement, or an array with one placement in each row. `order_D`
-    lists the devices for the ranks of a host, beginning with the lowest rank. If `order_D` is None, a higher device
+    lists the devices for the ranks of a host, beginning with the lowest rank. If `order_D` is `None`, a higher device
     gets a higher rank.
     """
     ranks = np.asarray(placement_KW, dtype=np.int64)

@@ -47,7 +47,7 @@ class Tier:
         group, share, bandwidth, latency = self.hosts_per_group, self.share, self.bandwidth_bytes_per_s, self.latency_s
         problem = ""
         if group is not None and (group < 1 or self.groups):
-            problem = f"hosts_per_group={group} must be at least 1, and groups empty"
+            problem = f"hosts_per_group={group} must be at least 1, and needs a tier without groups"
         elif share is not None and not 0 < share <= 1:
             problem = f"share must be above 0 and at most 1, got {share:g}"
         elif bandwidth is not None and (share is not None or not bandwidth > 0):

@@ -11,7 +11,7 @@ Nearness = Literal["switch", "root", "node", "across"]
 `across` = no shared part.
 """
 NEARNESS: tuple[Nearness, ...] = ("switch", "root", "node", "across")
-"""Kinds of nearness, from near to far."""
+"""Kinds of nearness between a device and its network card, from near to far."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,14 +21,14 @@ class Holder:
     pid: int
     name: str
     used_bytes: int | None
-    """Memory of the process in bytes. The number is None if the driver hides it, as in a container."""
+    """Memory of the process in bytes. The number is `None` if the driver hides it, as in a container."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceCondition:
     """One device before the job, as NVML and sysfs report it.
 
-    A field is None if the driver does not report it. On CPU only the UUID is known.
+    A field is `None` if the driver does not report it. On CPU only the UUID is known.
     """
 
     uuid: str

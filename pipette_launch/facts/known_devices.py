@@ -192,11 +192,11 @@ class DeviceFile:
     within_host_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
     """Bandwidth to another device of the host, over NVLink, xGMI or PCIe."""
     within_host_latency_s: float | None = field(default=None, metadata=ADDED_LATER)
-    """Latency in seconds of one step of a collective over this link."""
+    """Latency in seconds of one step of a collective over the link to another device of the host."""
     between_hosts_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
     """Bandwidth of the host's network cards divided by the devices of the host."""
     between_hosts_latency_s: float | None = field(default=None, metadata=ADDED_LATER)
-    """Latency in seconds of one step of a collective over this link."""
+    """Latency in seconds of one step of a collective over the network between hosts."""
     host_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
     """Bandwidth between the device and its host's memory, in each direction."""
     devices_per_host: int | None = field(default=None, metadata=ADDED_LATER)

@@ -92,8 +92,8 @@ def grouped_split(pp: int, vpp: int, microbatches: int, group_size: int) -> Sche
 
     Rank r runs (vpp - 1) * group_size + pp - r - 1 chunk forwards ahead. With groups of g < pp micro-batches (GIS-H: g
     = pp / 2), a step takes (pp - g)(vpp - 1) chunk forwards longer, but needs less memory. Rank 0 has (g(vpp - 1) +
-    pp)/vpp micro-batches in flight. The parameters are those of `interleaved`. Raise LayoutError if a group is too
-    small for the pipeline.
+    pp)/vpp micro-batches in flight. `interleaved` has the same parameters. Raise LayoutError if a group is too small
+    for the pipeline.
     """
     ranks = _split_backwards(pp, vpp, microbatches, group_size, lags=[0] * pp)
     return _schedule("gis", ranks, microbatches, vpp)

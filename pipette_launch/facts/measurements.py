@@ -251,7 +251,7 @@ class ComputeTime:
     recompute: Samples | None = field(default=None, metadata=ADDED_LATER)
     """Additional time if full recompute runs the layer's forward again in the backward.
 
-    The time is None if it was not measured.
+    The time is `None` if it was not measured.
     """
 
     ep: int = field(default=0, metadata=ADDED_LATER)
@@ -351,13 +351,13 @@ class Measurements:
     optimizer_s_per_parameter: float | None = None
     """Seconds of an optimizer step for each parameter whose state a slot holds.
 
-    The time is None if it was not measured.
+    The time is `None` if it was not measured.
     """
     wake_s: float = field(default=0.0, metadata=ADDED_LATER)
     """Additional seconds of a chunk's forward and backward if each pass comes after a wait, as in pipelines. 0 = not
     measured, as in warm-ups on GPUs."""
     loading: LoadingTime | None = field(default=None, metadata=ADDED_LATER)
-    """Time to load batches with Megatron-LM's own trainer on CPUs. The time is None if it was not measured."""
+    """Time to load batches with Megatron-LM's own trainer on CPUs. The time is `None` if it was not measured."""
     gradient_s_per_byte: float = field(default=0.0, metadata=ADDED_LATER)
     """Seconds of a step to clear, check and scale gradients, for each byte of gradients that a slot holds.
 
@@ -386,11 +386,11 @@ class Measurements:
     verdicts: tuple[Verdict, ...] = field(default=(), metadata=ADDED_LATER)
     """Problems of hosts, devices and links. Problems that may exclude a host come first."""
     survey: LinkSurvey | None = field(default=None, metadata=ADDED_LATER)
-    """Origin of the links between hosts. The survey is None for one host, and in files of earlier releases."""
+    """Origin of the links between hosts. The survey is `None` for one host, and in files of earlier releases."""
     overhead: DeviceOverhead | None = field(default=None, metadata=ADDED_LATER)
     """Parts of `overhead_bytes` on the slot with the largest value.
 
-    The parts are None if they were not measured separately, or without a GPU.
+    The parts are `None` if they were not measured separately, or without a GPU.
     """
     stages: tuple[StageReading, ...] = field(default=(), metadata=ADDED_LATER)
     """Measured memory of whole pipeline stages of promising layouts, each run on a single device."""

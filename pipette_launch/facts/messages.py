@@ -32,7 +32,7 @@ class Failure:
     flags: tuple[str, ...] = ()
     """Flags that the script does not know or refuses, such as `--seed`."""
     rank: int | None = None
-    """RANK of the worker that ended early. The RANK is None if no worker ended."""
+    """RANK of the worker that ended early. The RANK is `None` if no worker ended."""
     exit_code: int = 0
     """Exit code of the worker that ended, or minus the signal that ended the worker."""
 
@@ -51,7 +51,7 @@ class Failure:
 
 
 def exit_words(exit_code: int) -> str:
-    """Return `exit code 1` or `signal 9`."""
+    """Return a text for the end of the worker, such as `exit code 1` or `signal 9`."""
     return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
 
 
@@ -208,7 +208,7 @@ class NodeRecord:
     token: str
     """Identifier of the agent during its life, because two hosts may have the same name."""
     host: Host | None
-    """Host with its devices. The host is None if the search for devices failed, and `trouble` gives the reason."""
+    """Host with its devices. The host is `None` if the search for devices failed, and `trouble` gives the reason."""
     trouble: str
     num_slots: int
     node_rank: int
@@ -220,7 +220,7 @@ class NodeRecord:
     """Index of the last attempt at training. -1 = no attempt."""
     verdict: AttemptEnd
     failure: Failure | None
-    """Cause of the failure of the last attempt. The cause is None if the attempt did not fail on this node."""
+    """Cause of the failure of the last attempt. The cause is `None` if the attempt did not fail on this node."""
     is_misuse: bool = False
     """True if the cause of `trouble` is a flag that requests something which this machine lacks."""
     conditions: tuple[DeviceCondition, ...] = ()
@@ -286,7 +286,7 @@ class Decision:
     shortage: Shortage | None = None
     """Among the plans of similar jobs that ran out of memory, the plan with the least predicted need.
 
-    The field is None if no plan ran out of memory.
+    The field is `None` if no plan ran out of memory.
     """
     probe_options: str = ""
     """Options of the warm-up as a document of `probe`. The text is empty if the phase is not the warm-up."""
@@ -373,7 +373,7 @@ class TrialReport:
     step_s: tuple[float, ...]
     """Step times in the order in which the script printed them. The list is empty on nodes without the last rank."""
     failure: Failure | None
-    """Cause of an early end of the trial. The cause is None if the trial ended normally."""
+    """Cause of an early end of the trial. The cause is `None` if the trial ended normally."""
     took_s: float
     """Seconds from the start of the workers until the workers' devices were free again."""
 

@@ -53,7 +53,7 @@ class Outcome:
     """
     peaks: tuple[PeakReading, ...] = field(default=(), metadata=ADDED_LATER)
     rate: Rate | None = field(default=None, metadata=ADDED_LATER)
-    """Tokens and FLOPs per second of the measured step. The rate is None in files of earlier releases."""
+    """Tokens and FLOPs per second of the measured step. The rate is `None` in files of earlier releases."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "step_correction", limit=0, above=True)
@@ -72,16 +72,16 @@ class Outcome:
 
     @property
     def fullest(self) -> PeakReading | None:
-        """Highest memory reading of torch's allocator, or of the device if the allocator has none.
+        """Highest memory reading of torch's allocator, or of the device if the allocator has no reading.
 
-        The value is None without readings.
+        The value is `None` without readings.
         """
         inside = [peak for peak in self.peaks if peak.source == "allocator"]
         return max(inside or self.peaks, key=lambda peak: peak.measured_bytes, default=None)
 
     @property
     def log_memory_error(self) -> float | None:
-        """log(measured / predicted) of the fullest rank's memory. The value is None without a reading above 0."""
+        """log(measured / predicted) of the fullest rank's memory. The value is `None` without a reading above 0."""
         peak = self.fullest
         if peak is None or min(peak.measured_bytes, peak.predicted_bytes) <= 0:
             return None
@@ -112,7 +112,7 @@ STALE_S = 60.0
 class LiveJob:
     """State of a job according to the job's files.
 
-    A field that is None or empty is unknown. Times are seconds since 1970.
+    A field that is `None` or empty is unknown. Times are seconds since 1970.
     """
 
     KIND: ClassVar[str] = "live-job"

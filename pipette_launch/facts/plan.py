@@ -29,7 +29,7 @@ class Rate:
     mfu: float | None
     """Share of the device's dense peak in the format of the weights, never in FP8.
 
-    The share is None if the peak is unknown.
+    The share is `None` if the peak is unknown.
     """
 
     @classmethod
@@ -71,7 +71,7 @@ class Trial:
     """True for the user's own configuration in torchrun's order."""
     predicted_step_s: float
     step: Samples | None
-    """Measured step times. The times are None after too few iterations, and `failure` gives the reason."""
+    """Measured step times. The times are `None` after too few iterations, and `failure` gives the reason."""
     failure: str
     took_s: float
     """Seconds from the start of the workers until the workers' devices were free again."""
@@ -130,9 +130,9 @@ class Choice:
     Without a text, the bound assumes the best link everywhere.
     """
     rate: Rate | None = field(default=None, metadata=ADDED_LATER)
-    """Tokens and FLOPs per second of the predicted step. The rate is None in files of earlier releases."""
+    """Tokens and FLOPs per second of the predicted step. The rate is `None` in files of earlier releases."""
     memory: MemoryNeed | None = field(default=None, metadata=ADDED_LATER)
-    """Memory peaks and memory limit of the whole device. The memory is None in files of earlier releases."""
+    """Memory peaks and memory limit of the whole device. The memory is `None` in files of earlier releases."""
     order: ScheduleFile | None = field(default=None, metadata=ADDED_LATER)
     """Passes of each pipeline rank, for schedules that the patch `schedules` runs."""
     is_order_checked: bool = field(default=False, metadata=ADDED_LATER)
@@ -232,11 +232,11 @@ class Plan:
     """Proven lower bound of the step time of all plans that fit, in the same cost model. 0 = no bound."""
     setting: Setting | None = field(default=None, metadata=ADDED_LATER)
     trials: Trials | None = field(default=None, metadata=ADDED_LATER)
-    """Trials that decided the choice. The field is None if no trials ran."""
+    """Trials that decided the choice. The field is `None` if no trials ran."""
     num_in_line: int | None = field(default=None, metadata=ADDED_LATER)
     """Number of first alternatives that are better than the user's own configuration.
 
-    The number is None if all alternatives are better.
+    The number is `None` if all alternatives are better.
     """
     own_fault: str = field(default="", metadata=ADDED_LATER)
     """Reason why the user's own configuration cannot run. Without a reason, the configuration can run.
@@ -272,7 +272,7 @@ class Plan:
     def gap(self) -> float | None:
         """Upper limit of (step time / best possible step time - 1).
 
-        The limit is None if no lower bound (floor) was proven.
+        The limit is `None` if no lower bound (floor) was proven.
         """
         return max(self.chosen.step_time_s / self.floor_s - 1, 0.0) if self.floor_s > 0 else None
 

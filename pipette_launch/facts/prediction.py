@@ -62,14 +62,14 @@ class Prediction:
     """Source of the tensor sizes. `closed`: formulas. `abstract`: abstract execution of the training step."""
     stages: tuple[StageMemory, ...]
     capacity_bytes: int | None
-    """Free memory of the fullest device. The value is None if the machines are unknown."""
+    """Free memory of the fullest device. The value is `None` if the machines are unknown."""
     memory_margin: float
     fits: bool | None
-    """True if all shown stages leave the memory margin free. The value is None if the machines are unknown."""
+    """True if all shown stages leave the memory margin free. The value is `None` if the machines are unknown."""
     verdict: MemoryFit
     """`tight`: the peak is within the free memory but above the limit, so no plan may use the layout."""
     step_time_s: float | None
-    """The value is None if the machines are unknown, or if the job's times cannot be predicted.
+    """The value is `None` if the machines are unknown, or if the job's times cannot be predicted.
 
     A note gives the reason.
     """
@@ -79,9 +79,9 @@ class Prediction:
     """All assumptions and omissions, one sentence each."""
     megatron_version: str
     rate: Rate | None = field(default=None, metadata=ADDED_LATER)
-    """Tokens and FLOPs per second of the predicted step. The rate is None if there is no predicted step time."""
+    """Tokens and FLOPs per second of the predicted step. The rate is `None` if there is no predicted step time."""
     limit_bytes: int | None = field(default=None, metadata=ADDED_LATER)
-    """Memory that a rank may use: `capacity_bytes` minus the margin. The value is None if the machines are unknown."""
+    """Memory that a rank may use: `capacity_bytes` minus the margin. The limit is `None` for unknown machines."""
     remedies: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
     """Flags, each of which would make the configuration fit by itself."""
 
@@ -124,14 +124,14 @@ class Entry:
     choice: Choice | None
     """The configuration that the plan chose.
 
-    The value is None if there is no plan, or if the plan's time cannot be predicted.
+    The value is `None` if there is no plan, or if the plan's time cannot be predicted.
     """
     gap: float | None
-    """Step time / proven lower bound (floor) - 1. The value is None if no lower bound was proven."""
+    """Step time / proven lower bound (floor) - 1. The value is `None` if no lower bound was proven."""
     num_moved: int | None
-    """Number of ranks that sit on another device than under the first compared plan.
+    """Number of ranks that run on another device than under the first compared plan.
 
-    The number is None if the plans are for different machines.
+    The number is `None` if the plans are for different machines.
     """
     faults: tuple[str, ...]
     """Reasons why the plan cannot run, one sentence each. No reasons mean that the plan can run."""

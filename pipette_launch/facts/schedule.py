@@ -149,7 +149,7 @@ class Schedule:
     times: PassTimes | None = None
     """Expected times, which decide the order of messages over NCCL.
 
-    If the times are None, all passes take equal time.
+    If the times are `None`, all passes take equal time.
     """
 
     def __post_init__(self) -> None:
@@ -267,7 +267,7 @@ class ScheduleFile:
     times: PassTimes | None = field(default=None, metadata=ADDED_LATER)
     """Expected times, which decide the order of messages over NCCL.
 
-    If the times are None, all passes take equal time.
+    If the times are `None`, all passes take equal time.
     """
 
     @classmethod
@@ -322,8 +322,8 @@ def programs(
     """Insert the messages between the passes of each rank.
 
     Raise FactError if the ranks would wait for each other forever. `times` are expected times, which decide the order
-    of messages. If the times are None, all passes take equal time. `in_streams` is true for NCCL, whose receives occupy
-    a stream until the message arrives, and false for gloo.
+    of messages. If the times are `None`, all passes take equal time. `in_streams` is true for NCCL, whose receives
+    occupy a stream until the message arrives, and false for gloo.
     """
     expected = times or PassTimes.equal(len(rank_S))
     start_of = starts(passes, rank_S, expected)

@@ -253,7 +253,7 @@ def _saved_layout(saved: Saved, num_layers: int, version: str) -> dict[str, Any]
 
 
 def _saved_replicas(saved: Saved) -> int | None:
-    """Return the number of ranks that shared the optimizer's state in the run that saved it. Return None if unknown."""
+    """Return the number of ranks that shared the saved optimizer's state, or None for an unknown number."""
     ranks, dp = _saved_size(saved, "world_size"), _saved_size(saved, "data_parallel_size")
     if dp:
         return dp * (_saved_size(saved, DEGREES["cp"]) or 1)

@@ -37,7 +37,7 @@ class Flag:
     action: str
     nargs: int | str | None
     kind: str | None
-    """`int`, `float` or `bool`. The type is None for text, even if Megatron converts the text after parsing."""
+    """`int`, `float` or `bool`. The type is `None` for text, even if Megatron converts the text after parsing."""
     default: Any
     choices: tuple[str | int, ...] | None = None
     """Allowed values. With None, every value is allowed."""
@@ -61,7 +61,7 @@ class Token:
 
     @property
     def dest(self) -> str | None:
-        """Name under which Megatron stores the value. The value is None for an unknown word."""
+        """Name under which Megatron stores the value. The value is `None` for an unknown word."""
         return self.flag.dest if self.flag else None
 
 

@@ -22,7 +22,8 @@ MEMORY = re.compile(
     rf"\| max allocated: {_FIGURE} \| reserved: {_FIGURE} \| max reserved: {_FIGURE}",
     re.ASCII,
 )
-"""Memory line of ranks of the first replica, after the first logged iteration, from 0.16 on also after the second."""
+"""Memory line. The first replica's ranks print this line after the first logged iteration, and from 0.16 on also after
+the second."""
 RERUN_EXIT_CODES = (16, 17)
 """Exit codes of Megatron's rerun state machine: 16 = start again with the same layout, 17 = a result was wrong."""
 
@@ -35,7 +36,7 @@ class Iteration(NamedTuple):
     step_time_s: float
     """Mean step time in seconds over the log interval."""
     loss: str | None
-    """Loss as printed, so that two runs can be compared digit by digit. The loss is None if the line has no loss."""
+    """Loss as printed, so that two runs can be compared digit by digit. The loss is `None` if the line has no loss."""
 
 
 def parse_iteration(line: str) -> Iteration | None:

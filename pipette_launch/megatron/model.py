@@ -157,7 +157,8 @@ def _backend(
 
     `auto` becomes the backend that TransformerEngine selects (get_attention_backend of v2.8): unfused for fp32 and for
     GPUs before Ampere, flash on Ampere, cuDNN's fused attention on Hopper and later, also in deterministic runs. Flash
-    attention and cuDNN 9 are assumed to be installed. For an unknown GPU and for Megatron's own layers, `auto` stays.
+    attention and cuDNN 9 are assumed to be installed. For an unknown GPU and for Megatron's own layers, the result is
+    `auto`.
     """
     flag = arguments.choice("attention_backend", BACKENDS)
     if transformer_impl == "local":

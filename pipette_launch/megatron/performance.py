@@ -19,7 +19,7 @@ _ITEM_TYPES = {
     for name, hint in get_type_hints(PerformanceOptions).items()
     if name in {option.name for option in fields(PerformanceOptions)}
 }
-"""Type of each item of an option with several values. The type is None for options with one value."""
+"""Type of each item of an option with several values. The type is `None` for options with one value."""
 _UNPRICED = (
     "attention_output_gate bias_dropout_fusion bias_gelu_fusion calculate_per_token_loss "
     "check_for_nan_in_loss_and_grad ddp_average_in_collective ddp_bucket_size ddp_num_buckets "
@@ -39,7 +39,7 @@ EXPANDABLE = "expandable_segments"
 
 
 def performance_flags(arguments: Arguments) -> tuple[str, ...]:
-    """Return the flags in `DESTS` and those of `unmodelled` as sorted texts `--flag value`."""
+    """Return the flags in `DESTS` and the flags that `unmodelled` finds, as sorted texts `--flag value`."""
     last = {
         token.flag.dest: " ".join((*token.words[0].split("=", 1), *token.words[1:]))
         for token in arguments.tokens

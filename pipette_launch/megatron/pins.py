@@ -31,7 +31,7 @@ SHORT_NAMES = {
 ELEMENTWISE = ("adam", "sgd", "lion")
 """Optimizers that update every weight independently, so that splitting a matrix does not change the result."""
 _SHARDING, _RECOMPUTE = ": the distributed optimizer stays", ": recompute stays"
-_SHARDED_BY = " decides what is sharded: the optimizer's flags stay"
+_SHARDED_BY = " decides which states are sharded: the optimizer's flags stay"
 HELD_BY: dict[str, tuple[tuple[str, ...], str]] = {
     "use_precision_aware_optimizer": (OPTIMIZER_FIELDS, _SHARDING),
     "fp8_param_gather": (OPTIMIZER_FIELDS, _SHARDING),
@@ -95,7 +95,7 @@ def check_planned(arguments: Arguments, *, for_prediction: bool = False, without
     for key, reason in refused.items():
         dest, _, refused_value = key.partition("=")
         value = arguments.get(dest)
-        # `--local-rank 0` also counts as set.
+        # A flag with the value 0 counts as off, except `--local-rank 0`.
         is_on = arguments.is_given(dest) and bool(value or dest == "local_rank")
         if str(value) == refused_value if refused_value else is_on:
             raise arguments.refusal(reason, dest)
@@ -110,7 +110,7 @@ def check_planned(arguments: Arguments, *, for_prediction: bool = False, without
 def _check_offloading(arguments: Arguments) -> None:
     offloaded = set(_as_list(arguments.get("offload_modules")))
     is_offloading = bool(arguments.get("fine_grained_activation_offloading"))
-    # Dense layers offload fewer modules than layers with experts, and core attention saves all its scores.
+    # Dense layers offload fewer modules than layers with experts, and unfused core attention saves all its scores.
     is_uneven = "core_attn" in offloaded and bool(offloaded & {"mlp_norm", "expert_fc1", "moe_act"})
     mixes_layers = str(arguments.get("moe_layer_freq")) not in ("1", "None")
     if is_offloading and is_uneven and mixes_layers and str(arguments.get("attention_backend")) == "unfused":
@@ -142,7 +142,7 @@ def pins(arguments: Arguments, own: Layout, device_kind: str) -> Iterator[Pin]:
     kind = arguments.get("optimizer")
     if kind not in ELEMENTWISE:
         # Muon and similar optimizers orthogonalise whole matrices, or the matrices' tensor-parallel shards.
-        note = " works on matrices: tp, etp and the distributed optimizer stay"
+        note = " updates whole matrices: tp, etp and the distributed optimizer stay"
         yield _pin(arguments, (*OPTIMIZER_FIELDS, "etp", "tp"), "optimizer", note)
     elif kind != "adam":
         yield _pin(arguments, OPTIMIZER_FIELDS, "optimizer", _SHARDING)
@@ -159,10 +159,10 @@ def _pin(arguments: Arguments, held: tuple[str, ...], dest: str, note: str) -> P
 
 
 def _excluded_pins(arguments: Arguments) -> Iterator[Pin]:
-    """Yield fields whose other values are excluded by some flags under every layout."""
+    """Yield fields that a plan must not change, because some flags exclude all other values."""
     ckpt_format = arguments.get("ckpt_format")
     if ckpt_format == "torch_dcp":
-        yield _pin(arguments, ("pp", "tp"), "ckpt_format", " excludes tensor and pipeline parallelism: both stay")
+        yield _pin(arguments, ("pp", "tp"), "ckpt_format", " excludes tensor and pipeline parallelism: tp and pp stay")
     has_gloo = False not in (arguments.get("enable_gloo_process_groups"), arguments.get("use_gloo_process_groups"))
     if ckpt_format == "torch" and not has_gloo:
         yield _pin(arguments, ("use_distributed_optimizer",), "ckpt_format", f" without gloo{_SHARDING}")
@@ -175,7 +175,7 @@ def _data_pins(arguments: Arguments, own: Layout) -> Iterator[Pin]:
     """Yield fields on which the order of the samples and the average of the loss depend."""
     if arguments.get("dataloader_type") == "cyclic":
         shown = arguments.shown("dataloader_type")
-        yield Pin(("dp", "micro_batch_size"), f"{shown} shuffles within each replica: dp and micro-batch stay")
+        yield Pin(("dp", "micro_batch_size"), f"{shown} shuffles samples within each replica: dp and mbs stay")
     if arguments.get("rampup_batch_size") and release_of(arguments.version) < (0, 18):
         # The smallest batch sizes of a ramp-up must also divide among the replicas, and must fill an interleaved
         # pipeline.
@@ -198,7 +198,7 @@ def _expert_pins(arguments: Arguments) -> Iterator[Pin]:
     if "sinkhorn" in balancing or ("aux_loss" in balancing and any(weights)):
         yield Pin(("micro_batch_size",), f"{shown} balances within a micro-batch: the micro-batch size stays")
     if {"global_aux_loss", "quantile_balancing"} & set(balancing):
-        yield Pin(("dp", "micro_batch_size"), f"{shown} counts over dp and micro-batches: both stay")
+        yield Pin(("dp", "micro_batch_size"), f"{shown} balances over dp and micro-batches: dp and mbs stay")
     if arguments.get("moe_expert_capacity_factor") is not None:
         note = (
             f"{arguments.shown('moe_expert_capacity_factor')} drops tokens by each rank's own count: "

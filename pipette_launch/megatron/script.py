@@ -74,8 +74,8 @@ def _checkout_version(folder: Path) -> str | None:
 def environment(layout: Layout, *, device_kind: str, device_name: str) -> dict[str, str]:
     """Return the environment variables that a worker of this layout needs in addition to torchrun's variables.
 
-    Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor or context parallelism before Blackwell. Megatron asserts
-    the same on CPU, because the CPU backend reports a device without a compute capability.
+    Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor or context parallelism before Blackwell. On CPU, Megatron
+    asserts this variable too, because the CPU backend reports a device without a compute capability.
     """
     is_blackwell = device_kind == "cuda" and (compute_capability(device_name) or 0) >= _BLACKWELL
     return {} if is_blackwell or layout.tp == layout.cp == 1 else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}

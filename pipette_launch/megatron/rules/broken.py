@@ -32,7 +32,7 @@ class Rules:
     rooms: Domains | None = None
     """Sizes of hosts and NVLink domains into which groups of ranks must fit.
 
-    The field is None on CPU and for Megatron's own rules.
+    The field is `None` on CPU and for Megatron's own rules.
     """
 
     @property

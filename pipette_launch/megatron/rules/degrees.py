@@ -16,12 +16,13 @@ from pipette_launch.megatron.chunks import FIRST_CUT_PATTERNS
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule, Rules
 
 WITHOUT = {
-    # Megatron-FSDP passes validation with a pipeline. Then it asserts that its data-parallel groups, of one stage each,
-    # equal the groups of a mesh over all ranks (core_v0.14.0 to v0.19.0, mcore_fsdp_adapter.py, _get_dp_tp_mesh).
+    # Megatron validates Megatron-FSDP with a pipeline, but the wrapper then fails. The wrapper asserts that
+    # data-parallel groups, which lie in one stage each, equal the groups of a mesh over all ranks (core_v0.14.0 to
+    # v0.19.0, mcore_fsdp_adapter.py, _get_dp_tp_mesh).
     "pp": ("use_megatron_fsdp", "use_torch_fsdp2", "cpu_offloading_num_layers"),
     "ep": ("use_torch_fsdp2",),
 }
-"""Options by axis: if an option is on, the degree of its axis must be 1."""
+"""Options that need a degree of 1, by parallel axis."""
 _SET_PP, _ADD_STAGES = "remove it or set --pipeline-model-parallel-size", "add --num-virtual-stages-per-pipeline-rank"
 
 

@@ -54,7 +54,7 @@ class FlagView:
 
     @property
     def capacity(self) -> float | None:
-        """Capacity factor of the experts. The value is None if experts drop no tokens."""
+        """Capacity factor of the experts. The value is `None` if experts drop no tokens."""
         factor = self.moe_expert_capacity_factor
         return None if factor is None or factor < 0 else float(factor)
 

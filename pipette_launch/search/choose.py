@@ -54,11 +54,11 @@ def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: flo
 
     If the user's own configuration does not fit, choose the fastest candidate.
 
-    The gain must reach each of four amounts: the margin, the usual error between predictions for different degrees, the
-    scatter of the measurements, and the possible error of times that were measured at other sizes. With margin 0, every
-    gain is enough. Among equally fast layouts, the simplest wins: fewest kinds of parallelism, then nearest to the
-    user's own layout. Among equally fast placements, torchrun's order wins. `margin` is the share of the user's own
-    step that another plan must save.
+    The gain must reach each of four amounts. These amounts are the margin, the usual error between predictions for
+    different degrees, the scatter of the measurements, and the possible error of times measured at other sizes. With
+    margin 0, every gain is enough. Among equally fast layouts, the simplest wins: fewest kinds of parallelism, then
+    nearest to the user's own layout. Among equally fast placements, torchrun's order wins. `margin` is the share of the
+    user's own step that another plan must save.
     """
     own, basis = _own_choice(inputs, candidates)
     ranking = sorted(candidates, key=lambda one: (one.placed.cost_s, doublings_apart(one.layout, own.layout)))

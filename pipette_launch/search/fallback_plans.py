@@ -104,9 +104,9 @@ def with_fallback_plans(
 ) -> Plan:
     """Add to a plan fallback plans for the loss of one host, two hosts, and so on.
 
-    A fallback plan must be able to load the checkpoints of the plan. If the checkpoint format fixes a layout that does
-    not suit fewer hosts, a candidate with a suitable layout is chosen if the candidate is nearly as fast. `options` are
-    the options of the search that found the plan. The budget for all fallback plans together is `MOST_S` seconds.
+    A fallback plan must be able to load the checkpoints of the plan. The checkpoint format may fix a layout that does
+    not suit fewer hosts. Then a nearly as fast candidate with a suitable layout is chosen. `options` are the options of
+    the search that found the plan. The budget for all fallback plans together is `MOST_S` seconds.
     """
     if not needs.tolerate:
         return plan
@@ -216,8 +216,8 @@ class _Maker:
     def _fastest(self, most: int, choice: Choice, tried: dict[int, Plan | str]) -> Plan | None:
         """Return the fastest plan for at most `most` hosts, or None; `tried` gets the result of each number.
 
-        If the number of hosts has few common factors with the batch, pipelines are deep or no layout is legal, so fewer
-        hosts may be faster. Numbers of hosts are tried in the order of a rough estimate until the deadline.
+        Fewer hosts may be faster: if the number of hosts and the batch have few common factors, pipelines are deep or
+        no layout is legal. Numbers of hosts are tried in the order of a rough estimate until the deadline.
         """
         best: Plan | None = None
         for size in sorted(range(self.needs.least_hosts, most + 1), key=lambda one: (self._rough_step(one), -one)):

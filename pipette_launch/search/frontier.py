@@ -31,7 +31,7 @@ OPENED_AT_ONCE = 1024
 """Number of base layouts whose variants are listed in one call, which is cheaper than one call for each."""
 DIVED_AT_ONCE = 1024
 RARELY_RULED_OUT = 0.97
-"""If the rough bound is below this share of the step time to beat, the second bound is skipped: the second bound is
+"""If the rough bound is below this share of the step time to beat, the second bound is skipped. The second bound is
 rarely more than 3 % higher, and removed only 1 % of these base layouts."""
 LOOKED_THROUGH = 64
 """Number of layouts among which the search looks for layouts with less memory."""

@@ -115,8 +115,8 @@ def _start(problem: PlacementProblem, best: Placed, turn: int, rng: random.Rando
 LEAST_GAIN = 0.02
 """Share of the step that another order of devices must save against the order of their numbers, on the same hosts."""
 UNEVEN = 1.25
-"""Links inside a host count as different if the slowest takes this many times as long as the fastest. If link times
-have 3 % noise, the slowest of the 28 links of a host takes less than 1.2 times as long as the fastest."""
+"""Links inside a host count as different if the slowest takes this many times as long as the fastest. With 3 % noise,
+the slowest of the 28 links among eight devices takes less than 1.2 times as long as the fastest."""
 ALL_ORDERS = 4
 SWEEPS = 8
 
@@ -272,9 +272,9 @@ than one."""
 PATIENCE = 12
 """Number of annealing steps without a new best placement after which annealing ends."""
 START_TEMPERATURE, END_TEMPERATURE = 0.01, 0.001
-"""First and last temperature of the annealing, as a share of the possible gain, so that the same values suit steps of
-10 ms and of 10 s. The annealer of Pipette ignores the size of a change, so a loss of 0.1 % is as likely to be accepted
-as a loss of 100 %."""
+"""First and last temperature of the annealing, as a share of the possible gain, so that the same values suit short and
+long steps. The annealer of Pipette ignores the size of a change, so a loss of 0.1 % is as likely to be accepted as a
+loss of 100 %."""
 
 
 def annealed(problem: PlacementProblem, start: Placed, *, steps: int, rng: random.Random, is_late: IsLate) -> Placed:
@@ -307,8 +307,8 @@ def annealed(problem: PlacementProblem, start: Placed, *, steps: int, rng: rando
 def neighbour(placement: Placement, slots: Slots, rng: random.Random) -> Placement:
     """Swap, move or reverse the ranks along a random list of hosts, or of slots on several hosts.
 
-    On CUDA, ranks change hosts only if they are equal modulo the devices of a host, so the ranks of every host still
-    differ modulo the devices. The result decides the ranks of each host, but not the device of each rank.
+    On CUDA, ranks change hosts only if they are equal modulo the number of devices of a host. So the ranks of every
+    host still differ modulo this number. The result decides the ranks of each host, but not the device of each rank.
     """
     line = _line(placement, slots, rng)
     changed = list(placement)

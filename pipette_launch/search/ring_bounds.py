@@ -55,8 +55,8 @@ def ring_thresholds(
     """Return the least cost of the slowest link of each ring: J entries, cheapest ring first.
 
     The links up to a cost join the hosts to parts, and a ring of only these links lies inside one part. If m hosts of a
-    part can lie on a ring of these links, the part holds at most floor(m * units_per_host / ring_units) rings, and no
-    ring if m is below `fewest`, the smallest number of hosts of a ring. A ring that fits on one host costs 0.
+    part can lie on a ring of these links, the part holds at most floor(m * units_per_host / ring_units) rings. The part
+    holds no ring if m is below `fewest`, the smallest number of hosts of a ring. A ring that fits on one host costs 0.
     `through_H` are the least seconds of a ring through each host.
     """
     hosts = len(cost_HH)

@@ -30,8 +30,7 @@ LEAST = 1e-12
 PROPOSALS_PER_SEAT = 2
 FEWEST_PROPOSALS, MOST_PROPOSALS = 128, 2048
 SOFTEST, HARDEST = 0.05, 0.002
-"""Softness s of the soft maxima, s * log(sum of exp(seconds / s)), in the first and in the last step, as a share of
-`_spread`."""
+"""First and last softness s of the soft maxima, s * log(sum of exp(seconds / s)), as a share of `_spread`."""
 PATIENCE = 8
 """Number of batches without an accepted swap after which the descent ends."""
 INFORMED = 0.5

@@ -1,7 +1,7 @@
 """A block assignment problem: assign seats (such as the ranks of a host) to places (such as hosts) at the least cost.
 
 A flow is traffic from one seat to another. The problem is a quadratic assignment problem (Koopmans and Beckmann 1957),
-extended by families: groups of flows, of which only the group with the largest cost counts.
+extended by families. A family consists of groups of flows, and only its group with the largest cost counts.
 """
 
 # Q = seats, H = places (equally many), F = flows, G = groups, N = families, T = types of flow, K = bijections.

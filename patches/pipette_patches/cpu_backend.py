@@ -217,7 +217,7 @@ def _uncompiled(_original: object) -> Callable[[Any], Any]:
 
 @wrapping
 def _scaled_beforehand(original: Callable[..., Any], gradients: Any, factor: float | None, config: Any) -> Any:
-    """Let Megatron-FSDP scale gradients before their reduction, because only NCCL can scale gradients during it."""
+    """Let Megatron-FSDP scale gradients before a reduction, because only NCCL can scale while reducing gradients."""
     return original(gradients, factor, dataclasses.replace(config, gradient_reduce_div_fusion=False))
 
 
@@ -232,7 +232,7 @@ def _split_sizes_as_numbers(
 
 @wrapping
 def _with_first_state(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make Adam's state before its first step, because Megatron reads the step counter before Megatron loads it."""
+    """Make Adam's state before the first step, because Megatron reads the step counter before loading Adam's state."""
     adam = optimizer.optimizer
     if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)):
         for parameter in (each for group in adam.param_groups for each in group["params"]):
@@ -244,7 +244,10 @@ def _with_first_state(original: Callable[..., Any], optimizer: Any, *args: Any, 
 
 @wrapping
 def _with_own_steps(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Give each parameter its own step counter after loading. A shared counter would advance once per parameter."""
+    """Give each parameter its own step counter after loading.
+
+    A shared step counter would advance once per parameter.
+    """
     done = original(optimizer, *args, **kwargs)
     for state in optimizer.optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):

@@ -255,7 +255,7 @@ def rank_config(job: Job, layout: Layout, *, chunks: tuple[int, ...], changes: M
         **(changes or {}),
     }
     if model.num_experts:
-        # A run with fewer layers may take the first entries, because its layers repeat.
+        # A run with fewer layers takes the first entries of `moe_layer_freq`, because the kinds of layers repeat.
         fields["moe_layer_freq"] = list(model.moe_layer_freq[: sum(chunks)])
     return _transformer_config(model, fields)
 

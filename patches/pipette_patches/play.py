@@ -2,8 +2,8 @@
 
 The program runs unchanged under a fake process group, in which every collective returns at once. Each training step
 calls the function that megatron-core's `get_forward_backward_func` returns, so the player replaces this function. So a
-program may use Megatron's `pretrain()` or a training loop of its own. One process can play several programs one after
-the other, and only the first play pays for imports.
+program may use Megatron's `pretrain()` or its own training loop. One process can play several programs one after the
+other, and only the first play pays for imports.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def played(
     afresh.
 
     Raises:
-        PlayError: the program ends before `on_step` stops it. Errors of the program are raised as they are.
+        PlayError: the program ends before `on_step` stops it. Errors of the program are raised unchanged.
 
     """
     open_door()
@@ -226,7 +226,7 @@ def _as_rank(rank: int, world_size: int) -> Iterator[None]:
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",
-        # A script must not wait for a network that the other ranks would not see.
+        # The script must not wait for downloads or for a logging service, because only one rank runs.
         "HF_HUB_OFFLINE": "1",
         "WANDB_MODE": "disabled",
     }

@@ -47,7 +47,7 @@ def apply(name: str) -> None:
 
 
 class _Patches:
-    """Patch names that apply themselves when they are unpickled."""
+    """Names of patches; unpickling an object of this class applies the patches."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names

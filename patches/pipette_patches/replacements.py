@@ -84,13 +84,13 @@ def forget(module: str, action: Action) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replacement:
-    """One attribute of a module, and a function that makes the object to put in its place."""
+    """One attribute of a module, and a function that makes the replacement of this attribute."""
 
     module: str
     path: str
     """Dotted name below the module, such as `Tensor.cuda`."""
     make: Callable[[Any], Any]
-    """Receives the original object and returns its replacement, which may call the original."""
+    """Function that receives the original object and returns the replacement, which may call the original."""
     versions: str = ""
     """megatron-core versions that have the attribute; empty means all supported versions."""
     may_be_absent: bool = False

@@ -59,7 +59,7 @@ def run_stage(
     Megatron-FSDP the first step runs forward and backward too, because parameters have no gradients before a backward.
 
     `program` is the job's own script; None builds the model from the job's flags. A WorkloadError says that Megatron or
-    the script refuses the stage. Out-of-memory errors are raised as torch raises them.
+    the script refuses the stage. Out-of-memory errors of torch are raised unchanged.
     """
     meter = StorageMeter()
     num_microbatches = enough_microbatches(layout, pp_rank, layout.num_microbatches(job.batch.global_batch_size))

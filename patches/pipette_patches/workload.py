@@ -1,9 +1,10 @@
 """The layers of the user's model and their optimizer step on one device, without other ranks.
 
-The job's own script builds a small model: one layer of each kind, and both ends. `play` stops the script in its first
-forward. The layers are then run with the arguments that the script gave them. If the script cannot be played, `Trainer`
-builds the model from the job's flags. Communication takes no time, and data that a collective would have received stays
-uninitialised, which changes no time. So each device measures alone, and devices measure different shapes at once.
+The job's own script builds a small model: the embedding, one layer of each kind, and the output layer. `play` stops the
+script in its first forward. The layers are then run with the arguments that the script gave to each layer. If the
+script cannot be played, `Trainer` builds the model from the job's flags. Communication takes no time, and data that a
+collective would have received stays uninitialised, which changes no time. So each device measures alone, and devices
+measure different shapes at once.
 """
 
 from __future__ import annotations
@@ -271,7 +272,7 @@ class _Seen:
                 hook.remove()
 
     def again(self, module: Any, **changes: Any) -> Any:
-        """Call a part with the arguments of its first call, some of them changed."""
+        """Call a part of the model with the arguments of its first call, with some arguments changed."""
         args, kwargs = self.calls[module]
         with self.precisions[module]():
             return module(*args, **{**kwargs, **changes})

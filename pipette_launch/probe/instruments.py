@@ -295,7 +295,10 @@ class CudaMeter:
         return max(self._used_bytes() - torch.cuda.memory_reserved(), 0)
 
     def workspace_bytes(self) -> int:
-        """Return the bytes in torch's allocator. Without a model in memory, all these bytes are workspaces."""
+        """Return the bytes in torch's allocator.
+
+        Without a model in memory, all bytes in torch's allocator are workspaces.
+        """
         gc.collect()
         return int(torch.cuda.memory_allocated())
 

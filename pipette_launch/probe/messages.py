@@ -144,7 +144,8 @@ class WarmupOrder(HostsOfJob):
                     for first in range(block, block + stride)
                 ),
             )
-            # Large groups come first, because these carry the gradients and must be timed even if the budget runs out.
+            # Large groups come first, because large groups carry the gradients and must be timed even if the budget
+            # runs out.
             for size, stride in sorted(within | across | world, key=lambda shape: (-shape[0], shape[1]))
         )
 
@@ -211,8 +212,8 @@ class WorkerResult:
     """Number of rounds between hosts in which links that looked slow were measured again, one entry each time."""
     collectives: tuple[GroupSamples, ...] = ()
     compute: tuple[ComputeTime, ...] = ()
-    """Times of parts of the model. On a CPU these are processor times, without the time of other processes (see
-    `stretch`)."""
+    """Times of parts of the model. On a CPU the times of parts are processor times, without the time of other processes
+    (see `stretch`)."""
     timed_flags: tuple[str, ...] = ()
     """Flags that change the precision and that the timed layers had, because the job's own script built them."""
     stretch: float = 1.0
@@ -233,7 +234,7 @@ class WorkerResult:
 
 
 def joined(before: WorkerResult, after: WorkerResult) -> WorkerResult:
-    """Join two parts of a worker's result: tuples and dicts are joined, and the later of other values counts."""
+    """Join two results of one worker: tuples and dicts are joined, and for single values the later value counts."""
 
     def both(name: str, unmeasured: object) -> object:
         first, second = getattr(before, name), getattr(after, name)

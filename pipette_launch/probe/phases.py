@@ -1,4 +1,4 @@
-"""The phases of a warm-up, as one worker runs them.
+"""The phases of a warm-up in one worker process.
 
 1. Alone: each worker times layers and their memory, without peers.
 2. Together: all workers time links over one communicator. The adviser names the groups of slots that good plans would

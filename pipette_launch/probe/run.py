@@ -77,8 +77,8 @@ def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_
     meter = meter_of(options.device_kind, options.device(place.rank).uuid)
     if options.device_kind == "cuda":
         use_device(progress.local_rank, options.device(place.rank).uuid)
-    # The budget begins later than imports, compilation, the first lap and the rendezvous, because their time does not
-    # depend on the agent's order.
+    # The budget begins after imports, compilation, the untimed first run and the rendezvous, because their time does
+    # not depend on the agent's order.
     progress.step(0, 0, "imports")
     workload.load(options.device_kind)
     progress.step(0, 0, "first lap")

@@ -52,9 +52,9 @@ def runs_in_streams(group: Any) -> bool:
 def open_ways(group: Any, ways: Collection[tuple[int, int]]) -> None:
     """Open the communicator of each way (source, target) of a pipeline that begins or ends on this rank.
 
-    Opening blocks until the rank at the other end opens the same way. All ranks open their ways in the same order, so
-    no ranks wait in a circle.
-    Neighbour pairs that begin with an even rank come first and open at the same time.
+    Opening a communicator blocks until the rank at the other end opens the same communicator. All ranks open their
+    communicators in the same order, so no ranks wait in a circle. Neighbour pairs that begin with an even rank come
+    first and open at the same time.
     """
     rank = dist.get_rank(group)
     messages = PendingMessages(group, lambda: torch.empty(1, device=torch.cuda.current_device()), in_streams=True)

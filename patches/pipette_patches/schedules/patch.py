@@ -143,7 +143,7 @@ def _compared(chunks: list[Any], data: list[Any], ours: _Run, megatrons: _Run) -
 
     Args:
         chunks: the model, in Megatron's `DistributedDataParallel`.
-        data: an iterator for each chunk, or None on ranks that get their data from others.
+        data: an iterator for each chunk, or None on ranks that get their data from other ranks.
         ours: runs the step under our schedule.
         megatrons: runs the step under Megatron's own schedule.
 
@@ -224,7 +224,7 @@ def _watchdog(rank: int) -> Watchdog:
 
 
 _follows: dict[str, bool] = {}
-"""By file, once its first step was checked: True if training follows our schedule, False if Megatron's schedule."""
+"""Result of the check of the first step, by schedule file: True = training follows our schedule, False = Megatron's."""
 
 
 @wrapping

@@ -1,9 +1,9 @@
 """Folded pipelines (V): each rank has two chunks, and rank 0 holds the first and the last stage of the model.
 
-In Megatron's own placement chunk 1 of rank r is stage p + r; here it is stage 2p - 1 - r. So the patch makes Megatron
-treat the second chunk of rank r as a chunk of rank p - 1 - r. The last stage is then on rank 0. Layers keep their
-numbers, so checkpoints are the same as in Megatron's own placement. The results of a step travel from rank 0 to the
-last rank, where Megatron reads them.
+In Megatron's own placement of p ranks, chunk 1 of rank r is stage p + r. In a folded pipeline, chunk 1 of rank r is
+stage 2p - 1 - r. So the patch makes Megatron treat the second chunk of rank r as a chunk of rank p - 1 - r. The last
+stage is then on rank 0. Layers keep their numbers, so checkpoints are the same as in Megatron's own placement. The
+results of a step travel from rank 0 to the last rank, where Megatron reads them.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ REPLACEMENTS = (
 
 
 def carry(results: Any, group: Any, source: int) -> Any:
-    """Move results from one pipeline rank to the last rank. The last rank returns the results, other ranks None.
+    """Move results from one pipeline rank to the last rank. The last rank returns the results, other ranks return None.
 
     Tensors travel as bytes to the receiver's own GPU. torch would pickle a CUDA tensor with the number of its device
     and restore it on this device (torch/serialization.py, `_deserialize`), which inside a host is the sender's GPU.

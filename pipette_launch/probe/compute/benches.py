@@ -57,7 +57,7 @@ AGAIN_SHARE = 0.25
 """After this share of the budget, only the reference case times recompute."""
 WORK_UP_S, WORK_UP_SHARE = 4.0, 0.07
 """Seconds of work on all GPUs before the first timing, and the largest share of the time budget for this work."""
-HASTE = 4.0  # Factor by which cases other than the reference, and parts other than layers, get less time
+HASTE = 4.0  # Factor by which cases after the reference case, and parts that are not layers, get less time
 SWEEPS = {"cpu": 3, "cuda": 1}
 """Largest number of sweeps: in each sweep a slot times all its compute cases. A CPU core changes its speed from one
 second to the next. Ten warm-ups with one sweep measured 8 to 16 ms for the same layer, on four slots that shared two

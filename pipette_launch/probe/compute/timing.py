@@ -43,7 +43,7 @@ WAIT_S = 0.02  # Wait (s) before each timed pass, in which other processes compu
 WARMUPS, VALUES = 1, 7
 QUEUED = 2  # Batches that each process of a loader prepares ahead (torch's `prefetch_factor`)
 TURNS, BATCHES = 3, 8
-REST_S = 0.05  # Seconds in which the loader's processes fill their queues, so that they rest during the next timing
+REST_S = 0.05  # Seconds in which the loader's processes fill their queues, to be idle during the next timing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

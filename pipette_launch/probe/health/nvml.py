@@ -88,8 +88,8 @@ def memory(nvml: Any, handle: Any) -> Memory:
 
     Version 1 of the call counts the driver's reserve as used (nvml.h, nvmlMemory_t). Version 2 reports the reserve. The
     manual of driver 525 includes the reserve in `used` of version 2, but later manuals do not. The formula total - free
-    - reserved is right for both manuals. Drivers before 510 and bindings before 11.510 lack version 2, so the largest
-    known reserve is subtracted.
+    - reserved gives the used bytes under both manuals. Drivers before 510 and bindings before 11.510 lack version 2, so
+    the largest known reserve is subtracted.
     """
     all_used = nvml.nvmlDeviceGetMemoryInfo(handle)
     version = getattr(nvml, "nvmlMemory_v2", None)
@@ -102,7 +102,7 @@ def gpus(nvml: Any) -> tuple[list[Any], tuple[str, ...]]:
     """Return handles of the GPUs in PCI bus order, without CUDA_VISIBLE_DEVICES, and a sentence for each broken GPU.
 
     NVML counts GPUs that a control group hides, and refuses their handles (nvml.h, nvmlDeviceGetHandleByIndex_v2). CUDA
-    does not count these GPUs.
+    does not count GPUs that a control group hides.
     """
     count = nvml.nvmlDeviceGetCount()
     handles, lost = [], []

@@ -1,13 +1,14 @@
 """Pure functions that find faulty hosts, devices and links, from driver figures and from measurements.
 
-Links differ for good reasons: islands joined by slow links, tiers of a fat tree, hosts with slower NICs. In such a
-network the narrowest point on the way sets the rate between two hosts. So a detour over a third host is not faster than
-the direct link: b[i, j] >= min(b[i, k], b[k, j]). So a link that is much slower than its best detour is faulty. If many
-links are slower than their detours, rates differ at random, as on the internet, so no link is suspected.
+Links differ for good reasons: islands joined by slow links, tiers of a fat tree, hosts with slower NICs. In any network
+of switches the narrowest point on the way sets the rate between two hosts. So a detour over a third host is not faster
+than the direct link: b[i, j] >= min(b[i, k], b[k, j]). So a link that is much slower than its best detour is faulty. If
+many links are slower than their detours, rates differ at random, as on the internet, so no link is suspected.
 
 Detours to a slow host are as slow as its direct links, so hosts are compared by their best links. Some faults look like
 intended differences and are not found: slow links between two racks, or a single host behind a narrow uplink. With two
-hosts, only the two directions can be compared. A suspicion must be measured again before it becomes a verdict.
+hosts, only the two directions can be compared. A suspected link, host or slot is measured again before the suspicion
+becomes a verdict.
 
 Three rules avoid false alarms from the reports of drivers. An idle device saves power, so its PCIe generation and clock
 are ignored. A driver gives reasons for a clock frequency, and only reasons that hold the clock down count. If most

@@ -1,6 +1,6 @@
 """Times collectives on the groups of slots that plans use.
 
-All groups of a dimension run at the same time, as in training, so the times contain contention between them. On CPUs
+All groups of a dimension run at the same time, as in training, so the times contain contention between groups. On CPUs
 every collective directly follows some computing, as in training. On a CPU the same core sends, adds and computes, so a
 busy rank waits for its core and for its peers. On GPUs several calls run in a row between two CUDA events, because
 training hides launches and waits of the host.
@@ -28,8 +28,8 @@ COLLECTIVES_SHARE = 0.9  # After this share of the budget, no timing of another 
 ELEMENT_BYTES = 4
 COMPUTED_S = 2e-3
 """Processor time (s) spent before each collective on CPUs. On hosts with 0.45 of a core, a message of 164 kB from an
-idle rank took 1.7 ms. On these hosts, a message of 164 kB took 4.3 to 5.1 ms after computing, and about 6 ms in
-training."""
+idle rank took 1.7 ms. On hosts with 0.45 of a core, a message of 164 kB took 4.3 to 5.1 ms after computing, and about 6
+ms in training."""
 SMALL_BYTES, MORE_REPEATS = 256 << 10, 2
 """On CPUs, collectives up to 256 KiB are repeated twice as often, because short collectives scatter most."""
 MOST_CALLS, CALLS_S = 16, 10e-3  # One value on a GPU is the mean of up to 16 calls, together at most 10 ms

@@ -129,7 +129,7 @@ class EarlierLinks(NamedTuple):
 
     @classmethod
     def of(cls, earlier: Measurements, options: WarmupOrder) -> EarlierLinks | None:
-        """Find the hosts of this job in earlier measurements, in any order; None if a host is missing there."""
+        """Find the hosts of this job in earlier measurements, in any order; None if a host is missing."""
         then = {host.name: index for index, host in enumerate(earlier.cluster.hosts)}
         size = options.devices_per_host
         if earlier.cluster.devices_per_host != size or any(host.name not in then for host in options.hosts):
@@ -233,7 +233,7 @@ def _rails(fits: Mapping[Pair, LinkFit], hosts: Mapping[Pair, LinkFit], size: in
 def _matrices(
     lines: Mapping[Pair, Line], members: Sequence[int], where: str, places: Sequence[Place] = ()
 ) -> tuple[Links, tuple[str, ...]]:
-    """Put the lines between these members into matrices; pairs without a line are estimated from other lines."""
+    """Put lines between hosts or slots into matrices; pairs without a line are estimated from other lines."""
     if len(members) == 1:
         return Links(latency_s=((0.0,),), bandwidth_bytes_per_s=((0.0,),)), ()
     at = {member: index for index, member in enumerate(members)}

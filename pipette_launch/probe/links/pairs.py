@@ -4,7 +4,7 @@ Pairs are measured in rounds of disjoint pairs. Links that look slow are measure
 
 All ranks must agree on the next messages. So all ranks run a round as the same sequence of steps. Before each step
 every sender computes how many messages of each size the sender still wants (`Tally`). A small all-reduce then takes the
-largest of these numbers over the rails of a pair. A round ends when no sender wants more messages.
+largest number of wanted messages over the rails of a pair. A round ends when no sender wants more messages.
 
 All rails (pairs of equal device index) of a pair of hosts are measured together. Every message begins on all rails at
 once, and the time of the hosts ends when the last rail has finished. Tensor-parallel ranks of a pipeline stage send to
@@ -241,7 +241,7 @@ class Tally:
         return LEAD_S + num_exchanges(self.sizes[index]) * value_s if self.is_queued else value_s
 
     def _affordable(self, indices: Sequence[int], wanted: int) -> int:
-        """Return the number of passes over these sizes that the time allows, at most `wanted`."""
+        """Return the number of passes over these message sizes that the time limit allows, at most `wanted`."""
         pass_s = sum(
             self._took_s(index, (self.values_s[index] or self.warm_s[index])[-1]) * self._factor(index)
             for index in indices

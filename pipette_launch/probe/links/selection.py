@@ -79,7 +79,7 @@ LEAST_LINKS, LEAST_SEEN = 6, 200
 FAR_SHARE = 0.1
 """A group of hosts is split only if more than this share of its links are far."""
 MOST_LEVELS = 3
-SMALL = 0.3  # A group smaller than this share of the usual group is dissolved into the group with the best links to it
+SMALL = 0.3  # Hosts of a group smaller than this share of the usual group join the group with the best links to them
 SEVERAL = 3
 SURE = 2  # Majority of far or near links that decides about two groups, because one link may be disturbed
 
@@ -132,10 +132,10 @@ def rounds_of(pairs: Iterable[Pair], *, most: int | None = None) -> tuple[Round,
 def blind_rounds(num_hosts: int, places: Sequence[Place], count: int, rng: np.random.Generator) -> tuple[Round, ...]:
     """Choose at most `count` rounds of host pairs before any link is measured; no pair comes twice.
 
-    If switches are known, every other round stays below the innermost switches, because plans use near links most. The
-    other rounds take the higher tiers of switches in turn. If switches are unknown, pairs are random, or neighbours in
-    the order of the hosts, because host names often follow the racks. Large jobs with unknown switches draw only half
-    of the rounds, because scouting rounds choose better pairs.
+    If switches are known, every other round stays below the innermost switches, because plans use near links most. If
+    switches are known, the other rounds take the higher tiers of switches in turn. If switches are unknown, pairs are
+    random, or neighbours in the order of the hosts, because host names often follow the racks. Large jobs with unknown
+    switches draw only half of the rounds, because scouting rounds choose better pairs.
     """
     groups = switch_groups(num_hosts, places)
     tier_HH = tiers_between(num_hosts, groups)
@@ -267,7 +267,7 @@ def lowest_level(log_N: Floats) -> float | None:
     for peak in (np.flatnonzero((density[1:-1] > density[:-2]) & (density[1:-1] >= density[2:])) + 1).tolist():
         valley = top + int(density[top : peak + 1].argmin())
         below = int((log_N < grid[valley]).sum())
-        # If few links are far, these links belong to slow hosts.
+        # If few links are far, the far links belong to slow hosts.
         enough = below >= max(FAR_SHARE * len(log_N), LEAST_LINKS) and len(log_N) - below >= LEAST_LINKS
         rare = min(density[top], density[peak])
         # Counts are random, so the lower peak may be one standard deviation smaller.
@@ -344,7 +344,7 @@ def estimate(num_hosts: int, lines: Lines, places: Sequence[Place] = ()) -> Esti
     disturbed.
 
     `lines` has at least one line, and may have only one direction of a pair. `places` has the switches above each host;
-    if these are not known, tiers are inferred from the links.
+    if switches are not known, tiers are inferred from the links.
     """
     latency_HH, seconds_HH = (np.full((num_hosts, num_hosts), np.nan) for _ in range(2))
     ends = np.array(list(lines), dtype=np.int64).T
@@ -480,7 +480,7 @@ class Survey:
                 pairs = tuple(sorted(pair for pair in drawn if pair not in self._done))
             if 2 * len(pairs) < LEAST_SCOUTS * self.num_hosts or not allows():
                 return taken
-            # If most hosts would be idle, they measure links that may be fast.
+            # If most hosts of a round would be idle, idle hosts measure links that may be fast.
             hope = self.estimate().optimistic if 4 * len(pairs) < self.num_hosts else None
             self.take(pairs, 1, measure, hope=hope, is_scouting=True)
         return most

@@ -104,9 +104,9 @@ def with_fallback_plans(
 ) -> Plan:
     """Add to a plan fallback plans for the loss of one host, two hosts, and so on.
 
-    A fallback plan must be able to load the checkpoints of the plan. The checkpoint format may fix a layout that does
-    not suit fewer hosts. Then a nearly as fast candidate with a suitable layout is chosen. `options` are the options of
-    the search that found the plan. The budget for all fallback plans together is `MOST_S` seconds.
+    A fallback plan must be able to load the checkpoints of the plan. If the checkpoint format fixes a layout that does
+    not suit fewer hosts, a nearly as fast candidate that suits them is chosen. `options` are the options of the search
+    that found the plan. The budget for all fallback plans together is `MOST_S` seconds.
     """
     if not needs.tolerate:
         return plan

@@ -63,7 +63,8 @@ def tiers_of(links: Links) -> Tiers:
     """Cluster hosts by single linkage, and end tiers at the largest growth of the joining links. O(H^2 log H).
 
     Single linkage uses the best link between two groups, so noise on single links has little effect. If all links of a
-    host are slow by a common factor, their times are first divided by this factor. The host then stays in its rack.
+    host are slow by a common factor, their times are first divided by this factor. After the division, the host stays
+    in its rack.
     """
     distance_HH = distances_s(links)
     joints = spanning_tree(_without_bad_hosts(distance_HH))

@@ -237,7 +237,7 @@ def placements(layout: Layout, slots: Slots) -> Iterator[Placement]:
     If all data-parallel or all tensor-parallel indices grow by one, every group keeps its ranks and the order of its
     ring. Therefore only placements with data-parallel and tensor-parallel index 0 on slot 0 are yielded. With expert
     parallelism all placements are yielded, because rotation changes the expert groups. With several devices per host
-    all placements are yielded too, because rotated ranks of a host may not differ modulo its number of devices.
+    all placements are yielded too, because two rotated ranks of a host may be equal modulo its number of devices.
     """
     cells = [layout.cell_of(rank) for rank in range(slots.num_slots)]
     first = [rank for rank, cell in enumerate(cells) if not _is_cyclic(layout, slots) or cell.dp == cell.tp == 0]
@@ -308,7 +308,8 @@ def neighbour(placement: Placement, slots: Slots, rng: random.Random) -> Placeme
     """Swap, move or reverse the ranks along a random list of hosts, or of slots on several hosts.
 
     On CUDA, ranks change hosts only if they are equal modulo the number of devices of a host. So the ranks of every
-    host still differ modulo this number. The result decides the ranks of each host, but not the device of each rank.
+    host still differ modulo the number of devices. The result decides the ranks of each host, but not the device of
+    each rank.
     """
     line = _line(placement, slots, rng)
     changed = list(placement)

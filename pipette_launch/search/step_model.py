@@ -175,7 +175,7 @@ def tangents_of(
         hops_JD: seconds of the messages between stages of every pipeline.
         spread: range of a pipeline's times over the hosts.
         most: maximum number of tangents; the first tangent always belongs to the slowest pipeline.
-        known: tangents from other placements, which are candidates too.
+        known: tangents from other placements, from which tangents may be chosen too.
 
     """
     durations_BN, hops_JN = _points(work, durations_BD, hops_JD, spread)

@@ -29,8 +29,8 @@ class Flows:
     offset plus the sum of weight * seconds over the flows of the group. A plain sum of seconds is modelled as one
     family with one group. The slowest link of a ring is modelled as a family with one group for each link. The pipeline
     time T_PP of the Pipette paper is modelled as a family with one group for each pipeline. A seat is a set of ranks
-    that moves as a whole: the ranks of a device, or of a host. If seats hold the ranks of a device, places are devices,
-    else places are hosts.
+    that moves as a whole: the ranks of a device, or of a host. If a seat holds the ranks of a device, places are
+    devices. If a seat holds the ranks of a host, places are hosts.
 
     Raises:
         ValueError: shapes or indices that do not fit together, or numbers that are not finite.

@@ -9,7 +9,7 @@ expect.
 - DeepEP (`--moe-token-dispatcher-type flex`): RANK / 8 within the expert group is the network rank, and RANK % 8 is the
   NVLink rank. So each block of 8 successive ranks lies inside a host. A group of fewer than 8 ranks lies inside a host
   as a whole.
-- HybridEP and NCCL EP (`--moe-flex-dispatcher-backend`): the same rule as for DeepEP, with the number of ranks of an
+- HybridEP and NCCL EP (`--moe-flex-dispatcher-backend`) follow the same rule as DeepEP, with the number of ranks of an
   NVLink domain instead of 8. An expert group has the same number of ranks in each domain in which it has ranks.
 """
 
@@ -48,7 +48,7 @@ class RankBlock:
     size: int
     within: Literal["host", "domain"]
     kind: str
-    """Type of parallelism of the ranks in a block, such as `tensor-parallel`."""
+    """Type of the parallel groups in blocks, such as `tensor-parallel`."""
     asked_by: str
     """Flag or library that requires the block."""
 

@@ -286,7 +286,7 @@ def _scalar(kind: Any, value: Any, where: str) -> Any:
 def _shown(value: Any) -> str:
     try:
         return _SHORT.repr(value)
-    except ValueError:  # str() fails for an integer with too many digits
+    except ValueError:  # str() raises ValueError for an integer with too many digits
         return "a number of thousands of digits"
 
 

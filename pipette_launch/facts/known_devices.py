@@ -234,7 +234,7 @@ class DeviceFile:
         self.spec()
 
     def spec(self) -> DeviceSpec:
-        """Return the described device. `source` of the result names the figures that come from the known device."""
+        """Return the device that the file describes. The result's `source` names the figures from the known device."""
         try:
             like = device_named(self.like)
         except FactError as error:

@@ -26,7 +26,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recompute:
-    """Activation recompute, in Megatron's terms."""
+    """Activation recompute of a layout, with the values of Megatron's --recompute-* flags."""
 
     granularity: Literal["none", "selective", "full"]
     method: Literal["none", "uniform", "block"] = "none"

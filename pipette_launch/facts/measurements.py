@@ -131,7 +131,7 @@ class LinkSurvey:
     spread_HH: NDArray[np.float64]
     """Median absolute deviation divided by the median, for the largest message. 0 = not measured."""
     origin_HH: tuple[str, ...]
-    """H rows with one letter of `ORIGINS` for each link. The diagonal has `-`."""
+    """H rows with one letter of `ORIGINS` for each link. A host's link to itself has `-`."""
     rails: tuple[RailRates, ...] = ()
     """Bandwidth of each device for pairs of hosts. Large clusters list only pairs whose devices differ."""
     rounds: int = 0

@@ -245,12 +245,12 @@ class Decision:
 
     phase: Literal["warmup", "trial", "train", "stop"]
     tokens: tuple[str, ...]
-    """Tokens of the agents that run workers, in torchrun's order."""
+    """Tokens (identifiers) of the agents that run workers, in torchrun's order."""
     hosts: tuple[str, ...]
     """Unique host names of the agents that run workers."""
     num_slots: tuple[int, ...]
     standby: tuple[str, ...] = ()
-    """Tokens of the agents without workers (on standby), in torchrun's order."""
+    """Tokens (identifiers) of the agents without workers (on standby), in torchrun's order."""
     standby_hosts: tuple[str, ...] = ()
     """Unique host names of the agents on standby."""
     plan: Plan | None = None
@@ -423,4 +423,4 @@ class Arrival:
     held: Decision | None
     """Last decision that this agent got, which the deciding agent may not know."""
     out_of_reach: tuple[str, ...] = ()
-    """Tokens of the agents that this agent could not reach."""
+    """Tokens (identifiers) of the agents that this agent could not reach."""

@@ -24,13 +24,14 @@ _DENSE: tuple[LayerKind, ...] = ("layer", "mlp_layer")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HybridLayers:
-    """Layers of a hybrid model. Each layer has a norm, one block and a residual (Nemotron-H, arXiv 2504.03624).
+    """Layers of a hybrid model.
 
-    The fields `mamba_*` are Megatron's flags `--mamba-*` for Mamba-2 layers (arXiv 2405.21060).
+    Each layer of a hybrid model has a norm, one block and a residual (Nemotron-H, arXiv 2504.03624). The fields
+    `mamba_*` are Megatron's flags `--mamba-*` for Mamba-2 layers (arXiv 2405.21060).
     """
 
     pattern: str
-    """One letter of `LETTERS` for each layer."""
+    """Layers of the model, as one letter of `LETTERS` for each layer."""
     mamba_state_dim: int
     mamba_head_dim: int
     mamba_num_groups: int

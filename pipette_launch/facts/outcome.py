@@ -65,7 +65,7 @@ class Outcome:
 
     @property
     def log_step_error(self) -> float:
-        """log(measured / predicted) of the step, without correction. NaN if a time is not above 0."""
+        """log(measured / predicted) of the step time, without correction. NaN if a time is not above 0."""
         raw_s = self.predicted_step_s / self.step_correction
         measured_s = self.measured_step.median_s
         return math.log(measured_s) - math.log(raw_s) if 0 < raw_s < math.inf and measured_s > 0 else math.nan

@@ -270,7 +270,7 @@ class Plan:
 
     @property
     def gap(self) -> float | None:
-        """Upper limit of (step time / best possible step time - 1).
+        """Upper limit of the share by which the step time exceeds the best possible step time.
 
         The limit is `None` if no lower bound (floor) was proven.
         """

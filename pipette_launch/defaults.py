@@ -7,7 +7,7 @@ MEMORY_MARGIN = 0.08
 WARMUP_BUDGET_S = 60.0
 """`--pipette-budget`: longest duration of a warm-up's measurements in seconds."""
 SEARCH_BUDGET_S = 10.0
-"""`--budget` of `pipette plan`, and the launcher's own search: limit in processor seconds."""
+"""Longest search for a plan in processor seconds: `--budget` of `pipette plan`, and the launcher's own search."""
 TRIALS = 0
 """`--pipette-trials`: number of plans that run for a few steps before the training, besides the user's own
 configuration."""

@@ -32,7 +32,7 @@ class OptionError(UsageError):
         return f"{' and '.join(self.options)} {self.problem}"
 
     def renamed(self, name_of: Callable[[str], str]) -> OptionError:
-        """Return the error with each option named by `name_of`."""
+        """Return the same error, with each option's name replaced by `name_of(option)`."""
         return OptionError([name_of(option) for option in self.options], self.problem)
 
 

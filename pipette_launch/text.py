@@ -47,7 +47,7 @@ def count_text(count: float) -> str:
 
 
 def _in_unit(value: float, units: Sequence[tuple[str, float]], form: str) -> str:
-    """Print a value in the largest unit that is not larger. Empty text for a value below all units."""
+    """Print a value in the largest unit that is not larger than the value. The text is empty below all units."""
     return next((f"{value / size:{form}} {unit}" for unit, size in units if abs(value) >= size), "")
 
 

@@ -193,7 +193,7 @@ class PipetteAgent(LocalElasticAgent):
             self._logs_specs = NoLogs()
         self._attempt = Attempt(index=decision.attempt if decision.phase == "train" else -1, began_s=time.monotonic())
         self._failed, self._is_called, self._oom_kills = None, False, workers.oom_kills()
-        # torch counts restarts of each node; the decision counts restarts of the job.
+        # torch counts restarts of each node, but the decision counts restarts of the job.
         self._remaining_restarts = decision.restarts_left
         self._controller.show(decision, speaks=round_store.is_coordinator)
         return dict(super()._start_workers(worker_group))

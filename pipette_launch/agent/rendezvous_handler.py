@@ -285,7 +285,7 @@ class Waiting:
             say(f"{self.missing(waited_s)}; waiting up to {settings.join_s:.0f} s{advice(settings, os.environ)}")
 
     def missing(self, waited_s: float) -> str:
-        """Return a sentence about the missing nodes, by rank if the ranks are known, else by number."""
+        """Return a sentence about the missing nodes, with their ranks if known, else with their number."""
         settings, least, most = self._settings, self._settings.least_nodes, self._settings.most_nodes
         nodes = f"{least} nodes" if least == most else f"{least} to {most} nodes"
         there = f" ({_listed(self._names)})" if self._names else ""
@@ -326,7 +326,7 @@ class AgentStoreHandler(RendezvousHandler):
         return True
 
     def get_backend(self) -> str:
-        """Return the name of torch's backend."""
+        """Return the name of torch's rendezvous backend."""
         return self._inner.get_backend()
 
     def next_rendezvous(self) -> RendezvousInfo:

@@ -1,4 +1,4 @@
-"""The worker processes of one node: their devices, the reasons why they died, and their end."""
+"""The worker processes of one node: the devices, deaths and end of these processes."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class Cache:
         return self.save(OUTCOME, outcome)
 
     def keep_plan(self, plan: Plan, measurements: Measurements | None = None) -> None:
-        """Keep a plan and the measurements that priced the plan; an error goes into `trouble`."""
+        """Write a plan and the measurements that priced the plan into the cache; an error goes into `trouble`."""
         self.trouble = (self.save(CLUSTER, measurements) if measurements else "") or self.save(PLAN, plan)
 
     @property
@@ -324,8 +324,8 @@ def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
 def kept_together(plan: Plan, job: Job, domains: Domains, source: str) -> Plan:
     """Remove alternatives that split ranks which the job's flags demand inside one host or NVLink domain.
 
-    `domains` follow the order of the plan's hosts. Raises PlanError if the chosen candidate splits ranks that the flags
-    demand inside one host or NVLink domain.
+    `domains` has the NVLink domains of the hosts in the plan's order. Raises PlanError if the chosen candidate splits
+    ranks that the flags demand inside one host or NVLink domain.
     """
     if plan.device_kind != "cuda":
         return plan

@@ -96,7 +96,7 @@ def probe_options(
 
 
 def own_script(options: Options) -> tuple[str, ...]:
-    """Return Python's arguments that name the job's script; empty if the warm-up must not or cannot play the script."""
+    """Return Python's arguments that name the job's script; empty if the warm-up must not or cannot run the script."""
     if options.layers == "flags" or not options.runs_python or options.is_function:
         return ()
     return ("-m", options.script) if options.is_module else (options.script,)
@@ -121,7 +121,7 @@ def message_sizes_bytes(job: Job, cases: Sequence[ComputeCase], kind: Literal["c
 
 
 def probe(program: str, *words: object) -> WorkerCommand:
-    """Run a program of `pipette_launch.probe` on every slot, in the environment that torchrun gives a training."""
+    """Return the command that runs a program of `pipette_launch.probe` on every slot."""
     arguments = ("-u", "-m", f"pipette_launch.probe.{program}", *map(str, words))
     return WorkerCommand(entrypoint=_python(), arguments=arguments, environment={})
 
@@ -141,7 +141,7 @@ def training(
     *,
     folder: Path,
 ) -> WorkerCommand:
-    """Run the user's script under a decision.
+    """Return the command that runs the user's script under a decision.
 
     `arguments` are torchrun's arguments of `entrypoint` and end with the script's arguments. `folder` is a private
     folder of this node, for the pipeline schedule of a patched script.

@@ -162,7 +162,7 @@ MEASURED = ("slow-device", "slow-host", "slow-link")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ruling:
-    """Decision of the policy: hosts that run no workers, and the reasons."""
+    """Decision of the health policy: hosts that run no workers, and the reasons."""
 
     leave_out: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()

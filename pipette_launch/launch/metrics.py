@@ -40,7 +40,7 @@ PHASES = {"warmup": "warmup", "trial": "trials", "train": "training"}
 MEASURED = ("iteration", "iterations", "printed_s", "step_s", "tokens_per_s", "measured_memory_bytes")
 """Fields of the document that the node of the last rank reads from the output of the training."""
 OF_ATTEMPT = (*MEASURED[:-1], "warmup_phase", "warmup_done", "warmup_total", "warmup_phase_s")
-"""Fields of the document that are empty at the start of each phase."""
+"""Fields of the document that are emptied at the start of each phase of the job."""
 EMPTY = LiveJob(read_s=0.0, written_s=0.0)
 ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -235,12 +235,12 @@ def _decided(job: LiveJob) -> Iterator[Family]:
     if job.warmup_phase:
         part = {"phase": job.warmup_phase}
         yield Family("warmup_steps_done", "Steps done in this part of the warm-up.", samples=[(part, job.warmup_done)])
-        unknown = "All steps of this part; 0 if they are not counted."
+        unknown = "Number of steps of this part of the warm-up; 0 if not counted."
         yield Family("warmup_steps", unknown, samples=[(part, job.warmup_total)])
         seconds = [({"phase": name}, took) for name, took in job.warmup_phase_s.items()]
         yield Family("warmup_phase_seconds", "Duration of a part of the warm-up.", samples=seconds)
     yield Family("nodes", "Nodes that run ranks.", job.nodes)
-    yield Family("restarts_total", "Trainings that were started after the first.", job.restarts)
+    yield Family("restarts_total", "Number of restarts of the training.", job.restarts)
     yield Family("lost_nodes_total", "Nodes that were lost.", job.lost_nodes)
     yield Family("warmup_seconds", "Duration of the measurements before the plan.", job.warmup_s)
     yield Family("search_seconds", "Duration of the search for the plan.", job.search_s)
@@ -263,7 +263,9 @@ def _measured(job: LiveJob) -> Iterator[Family]:
     yield Family("iteration_timestamp_seconds", "Time at which the last iteration was printed.", job.printed_s)
     yield Family("measured_step_seconds", "Last printed time of a step.", job.step_s)
     yield Family("measured_tokens_per_second", "Tokens per second of all ranks in the last step.", job.tokens_per_s)
-    yield Family("measured_memory_bytes", "Peak of the fullest rank that was read.", job.measured_memory_bytes)
+    yield Family(
+        "measured_memory_bytes", "Highest memory peak among the ranks that were read.", job.measured_memory_bytes
+    )
 
 
 # -- OpenTelemetry ------------------------------------------------------------------------------------------------

@@ -185,7 +185,8 @@ class NodeController(Controller):
             self._slowdown = Slowdown(self._options.watch_limit, restarts=restarts)
         if decision.phase == "warmup":
             self._measured_from_s, num_ranks = time.monotonic(), sum(decision.num_slots)
-            # The time limit exceeds the budget, because workers may start late and a phase may end after the budget.
+            # The time limit of a warm-up exceeds its budget, because workers may start late and a phase may end after
+            # the budget.
             self.warmup_deadline_s = wait_s(num_ranks, START_S) + wait_s(num_ranks, self._options.budget_s)
         plan = decision.plan
         if plan is None or decision.phase != "train":
@@ -203,7 +204,7 @@ class NodeController(Controller):
         """Return the command that this node's workers run under a decision."""
         plan, choice = decision.plan, decision.choice
         if decision.checks_order and plan is not None and choice is not None:
-            # The check covers all devices of this node, and each group of `tp` ranks.
+            # The check of the device order covers all devices of this node, and each group of `tp` ranks.
             return commands.probe("order_check", plan.device_kind, choice.layout.tp, *decision.ranks_of(self._token))
         if decision.phase != "warmup":
             node = self._node

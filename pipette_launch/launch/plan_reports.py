@@ -76,7 +76,7 @@ class PlanDocuments:
     plan: Plan
     measurements: Measurements | None
     picture: Picture | None
-    """Drawn steps of the plan; None if these cannot be computed."""
+    """Timeline of the plan's training steps as the report draws it; None if the timeline cannot be computed."""
     outcome: Outcome | None = None
     missing: str = ""
     """Sentence about the parts that the report lacks; empty if the report is complete."""

@@ -45,7 +45,7 @@ class Planner:
         """
         self.versions: dict[str, str] = {}
         self.job: Job | None = None
-        """Job as the present decision has read it; None before the first successful reading."""
+        """Job as read for the present decision; None before the first successful reading."""
         self.patches: tuple[str, ...] = ()
         self.device_kind = ""
         self.cache = Cache(None, "")
@@ -212,7 +212,7 @@ class Planner:
         if self.surveyed is None and plan is not None:
             self.surveyed = Cache(self._options.cache, plan.provenance.key).measurements()
         self.shortage = lower(self.shortage, held.shortage)
-        # A plan file that the user named may have predictions for other machines.
+        # Skip a plan file that the user named, because it may predict the memory of other machines.
         if held.phase != "train" or plan is None or self._options.plan is not None:
             return
         # A plan for GPUs predicts GPU memory only, so a host that ran out of RAM proves nothing.

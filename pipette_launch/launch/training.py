@@ -119,7 +119,7 @@ class OutcomeTracker:
 def device_peaks(choice: Choice, used_bytes: Mapping[int, int]) -> tuple[PeakReading, ...]:
     """Compare the memory (bytes) that each RANK's device holds for this job with the prediction.
 
-    Used memory is the peak, because torch's allocator keeps reserved memory.
+    The memory in use equals the peak, because torch's allocator does not return reserved memory.
     """
     predicted = choice.device_peak_bytes
     return _readings(choice, used_bytes, predicted, "device") if predicted else ()
@@ -131,7 +131,7 @@ def _readings(
     predicted_bytes: Sequence[int],
     source: str,
 ) -> tuple[PeakReading, ...]:
-    """Return a reading of each RANK with used memory; `predicted_bytes` has a figure for each pipeline stage."""
+    """Return a memory reading of each RANK that used memory; `predicted_bytes` has a number for each pipeline stage."""
     stages = {rank: choice.layout.cell_of(rank).pp for rank, used in sorted(used_bytes.items()) if used > 0}
     return tuple(
         PeakReading(

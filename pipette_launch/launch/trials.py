@@ -141,7 +141,7 @@ def tried(choice: Choice, report: TrialReport, *, is_own: bool, warm_ups: int, i
 
 
 def noise_s(one: Samples, other: Samples) -> float:
-    """Return the largest difference (s) between the medians of two samples that noise explains."""
+    """Return the largest difference (s) between the medians of two samples that noise can explain."""
     # Import the cost model only here, because a start with a cached plan has no trials and prices no plans.
     from pipette_launch.cost.learned import ERRORS_APART
 

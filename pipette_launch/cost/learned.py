@@ -1,6 +1,6 @@
 """Correction of predictions by the outcomes of earlier jobs on the same machines, and the error of a prediction."""
 
-# G = groups of one dimension, K = members of a group, W = ranks = slots.
+# Letters of array axes: G = groups of one dimension, K = members of a group, W = ranks = slots.
 
 from __future__ import annotations
 
@@ -38,16 +38,18 @@ the error with a learned factor, each outcome is predicted with the factor of al
 ERRORS_APART = 2.0
 """Number of standard errors by which two steps must differ to count as different."""
 MODELLED_ERROR = 0.1
-"""Relative error of a layer's time that was carried over from another case. On reserved CPU cores, predicted times of
-layers with equal tp and 0.5 to 8 times the tokens were wrong by -24 to +14 %, with a root mean square of 12 %."""
+"""Relative error of a layer's time that was carried over from another case. On reserved CPU cores, times of layers were
+predicted from cases with equal tp and 0.5 to 8 times the tokens. The errors of these predictions were -24 to +14 %,
+with a root mean square of 12 %."""
 CARRIED_ERROR = 0.2
 """Relative error of a collective's time that was carried over from another kind or group size. The collective times of
 18 warm-ups on four hosts over gloo were predicted from groups of other sizes or kinds. The root mean square error of
 these predictions was 14 % from 1 MB on, and 23 % with messages of 100 KB included."""
 SHAPE_ERROR = 0.06
-"""Relative error between predicted steps of layouts with different degrees. On four CPU hosts over gloo, with six
-networks and three models, the predicted ratio of another layout's step to the user's own step was 6 % too small in the
-mean of 36 ratios. The median error of the 36 ratios was 5 %, and their root mean square error was 10 %."""
+"""Relative error between predicted steps of layouts with different degrees. The value comes from 36 predicted ratios of
+another layout's step to the user's own step, on four CPU hosts over gloo with six networks and three models. The 36
+predicted ratios were 6 % too small in the mean. The median error of the 36 ratios was 5 %, and their root mean square
+error was 10 %."""
 COMPUTED = ("compute", "recompute", "bubble")
 """Parts of a step that grow with the compute times."""
 
@@ -96,7 +98,10 @@ def corrections_from(outcomes: Iterable[Outcome]) -> Corrections:
 
 
 def _learn(what: str, log_errors: Sequence[float]) -> tuple[Factor | None, str]:
-    """Return the learned factor and a sentence about it; the factor is None if it does not lower the error."""
+    """Return the learned factor and a sentence about its use.
+
+    The factor is left out (None) if it does not lower the error.
+    """
     errors_N = np.array([error for error in log_errors if math.isfinite(error)])
     count, refused = len(errors_N), f"{what} are not corrected by earlier outcomes on these machines:"
     if count < LEAST_OUTCOMES:

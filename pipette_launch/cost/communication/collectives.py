@@ -17,8 +17,8 @@ sends need no correction, because the warm-up measures links by sends. Groups th
 by one, because the warm-up also measured each group while similar groups were running.
 """
 
-# G = groups of one kind, K = members of a group in ring order, L = links, T = groups of any kinds, S = slots,
-# H = hosts, D = devices of one host.
+# Letters of array axes: G = groups of one kind, K = members of a group in ring order, L = links, T = groups of any
+# kinds, S = slots, H = hosts, D = devices of one host.
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from pipette_launch.facts.measurements import CollectiveTime
 Floats = NDArray[np.float64]
 
 LINKS_AT_ONCE = 1 << 19
-"""Number of links of all-to-alls that one numpy call prices, so that its arrays need some tens of MB."""
+"""Number of links of all-to-alls that a numpy call prices together, so that its arrays need some tens of MB."""
 LIBRARYS_SHARE = 2.0
 """Largest ratio of the bytes that NCCL's algorithms send to the bytes of a ring."""
 
@@ -110,7 +110,7 @@ def links_together(kind: Collective, fewest: Ints) -> Ints:
     Links are measured while all slots of two hosts send, so the rate of a link is one slot's share. A ring between
     hosts uses the links of all members on a host, and the host with the fewest members limits the ring. The
     collective's predicted time is too long if the members on one host share one network card. In an all-to-all each
-    member uses only its own link. `fewest` comes from `spread_over_hosts`.
+    member uses only its own link. `fewest` is the least number of members on a host, from `spread_over_hosts`.
     """
     return fewest if COLLECTIVES[kind].is_ring else np.ones_like(fewest)
 
@@ -132,9 +132,9 @@ class LinkTable:
         self.host_S: Ints = slots // devices
         self._local_S: Ints = slots % devices
         self._between_S: Ints = self.host_S * hosts
-        """Index of the first link from a slot's host to other hosts."""
+        """Index, in the array of all links, of the first link from a slot's host to the hosts."""
         self._within_S: Ints = hosts * hosts + (kind_H[self.host_S] * devices + self._local_S) * devices
-        """Index of the first link from a slot to the slots of its own host."""
+        """Index, in the array of all links, of the first link from a slot to the slots of its own host."""
 
     def links(self, sender: Ints, receiver: Ints) -> Ints:
         """Return the index of the link from each sender to its receiver; both arrays have the same shape."""
@@ -190,7 +190,7 @@ def spanning_tree(cost_HH: Floats) -> list[tuple[float, int, int]]:
 
 
 class Bottlenecks:
-    """Lower bound of the slowest link of a group on several hosts, or on several devices of one host."""
+    """Lower bound of the seconds per byte of a group's slowest link, on several hosts or on devices of one host."""
 
     def __init__(self, links: Links) -> None:
         byte_s_HH = np.where(np.eye(len(links.latency_s), dtype=bool), np.inf, links.seconds_per_byte)
@@ -201,9 +201,8 @@ class Bottlenecks:
     def slowness_H(self, fewest: int) -> Floats:
         """Return, for each host, a lower bound of the slowest link's seconds per byte in any group that uses the host.
 
-        The ring of a group enters and leaves each host of the group. So links that are not slower than the ring's
-        slowest link connect each host of the group to at least `fewest` hosts, the host itself included. `fewest` is at
-        least 2.
+        The ring of a group enters and leaves each host of the group. So links that are at least as fast as the ring's
+        slowest link connect at least `fewest` hosts with each other. `fewest` is at least 2.
         """
         if fewest not in self._known:
             joined_H = np.zeros(len(self._leave_H))
@@ -476,8 +475,7 @@ class Fabric:
                 per_byte_s = byte_s * scale.least_bytes_factor[counts] * chunk_share(kind, size)
                 pieces.append(np.stack([fixed_s, per_byte_s]))
         lines_2L = steps * np.unique(np.concatenate(pieces, axis=1), axis=1)
-        # The lines are sorted by fixed seconds. Keep a line only if its seconds per byte are below those of all earlier
-        # lines.
+        # The lines are sorted by fixed seconds. A line is needed only if no earlier line has fewer seconds per byte.
         cheaper_L = np.append(True, lines_2L[1, 1:] < np.minimum.accumulate(lines_2L[1])[:-1])
         return [(fixed_s, byte_s) for fixed_s, byte_s in lines_2L[:, cheaper_L].T.tolist()]
 

@@ -3,7 +3,8 @@
 FSDP = megatron/core/distributed/fsdp/src/megatron_fsdp of core_v0.16.1.
 """
 
-# S = stages (model chunks) in model order, G = groups of one dimension, K = members of a group in ring order.
+# Letters of array axes: S = stages (model chunks) in model order, G = groups of one dimension, K = members of a group
+# in ring order.
 
 from __future__ import annotations
 
@@ -231,7 +232,7 @@ def shard_exchanges(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[E
 def _sharded_ends(job: Job, layout: Layout, sharding: parameters.Sharding, counts: LayerCounts) -> Iterator[Exchange]:
     """Yield the reductions of embedding and head, and their gathers if gathered weights are not kept from pass to pass.
 
-    The layer next to the head hides the head's exchanges.
+    The compute of the layer next to the head hides the head's exchanges under FSDP.
     """
     model, gradient = job.model, parameters.gradient_bytes_per_parameter(job)
     embedding, head = parameters.end_parameters(model, layout)
@@ -318,7 +319,7 @@ def num_buckets(num_parameters: Ints | int, replicas: Ints | int) -> Ints:
 
     A bucket has 40 million parameters, or 1 million parameters for each replica. Megatron takes the larger of these
     two bucket sizes (distributed_data_parallel.py). `replicas` is the product dp * cp.
-    Both arguments are numbers or arrays.
+    `num_parameters` and `replicas` are numbers or arrays.
     """
     return np.asarray(-(-num_parameters // np.maximum(40_000_000, 1_000_000 * replicas)))
 
@@ -340,7 +341,8 @@ def blocks_at_ends(job: Job, vpp: int, device_kind: str) -> bool:
 
     Megatron overlaps the messages of warm-up and cool-down only with `overlap_p2p_comm_warmup_flush`. On 4 CPU hosts, a
     step with micro-batch groups of 4, whose warm-up and cool-down are longer, took 8 % longer than with groups of 2. A
-    prediction without the wait says instead that the step with groups of 4 is 1 % shorter. NCCL has not been measured.
+    prediction without the wait says instead that the step with groups of 4 is 1 % shorter. Waits over NCCL have not
+    been measured.
     """
     options = performance_options(job)
     return device_kind == "cpu" and vpp > 1 and options.overlap_p2p_comm and not options.overlap_p2p_comm_warmup_flush

@@ -1,7 +1,7 @@
 """The communication groups of a layout as index arrays: one row for each group, in ring order."""
 
-# W = ranks, P = pipeline ranks, D = data-parallel replicas, C = cp, T = tp, E = ep, X = etp, Y = expert data-parallel.
-# G = groups of one kind, K = members of a group.
+# Letters of array axes: W = ranks, P = pipeline ranks, D = data-parallel replicas, C = cp, T = tp, E = ep, X = etp, Y =
+# expert data-parallel. G = groups of one kind, K = members of a group.
 
 from __future__ import annotations
 

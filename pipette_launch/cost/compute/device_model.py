@@ -61,7 +61,7 @@ class Precision(NamedTuple):
     """Number formats in which a job computes."""
 
     dtype: str
-    """Format of all work that does not run in `narrow`."""
+    """Number format of all work that does not run in the format `narrow`."""
     narrow: str = ""
     """`fp8` or `fp4` for the linears of transformer layers; empty if they run in `dtype`."""
     cast_bytes: float = 0.0
@@ -152,8 +152,8 @@ def imagined(
 ) -> Measurements:
     """Return the measurements that a warm-up would make on equal hosts of one device type.
 
-    The measurements cover the compute cases and the group sizes of the given layouts. FactError is raised if a number
-    is not positive, if there is no layout, if the device has no peak for the model's type, or if the fabric has another
+    The measurements cover the compute cases and the group sizes of the given layouts. FactError is raised without
+    hosts, devices or layouts, if the device has no peak FLOP/s for the model's type, or if the fabric has another
     number of hosts.
     """
     chosen = tuple(layouts)

@@ -35,11 +35,11 @@ class Passes:
     recompute_s: float = 0.0
     """Seconds of the forward passes that the backward runs again; not part of `backward_s`."""
     weight_grad_s: float = 0.0
-    """Part of `backward_s` that computes weight gradients, which a schedule can delay."""
+    """Seconds of weight gradients, a part of `backward_s` that a schedule can delay."""
     forward_idle_s: float = 0.0
-    """Part of the forward in which the device waits for the host."""
+    """Seconds of the forward in which the device waits for the host."""
     backward_idle_s: float = 0.0
-    """Part of backward and recompute in which the device waits for the host."""
+    """Seconds of backward and recompute in which the device waits for the host."""
 
     def __add__(self, other: Passes) -> Passes:
         # The sum is written out for speed, because a search adds up ten thousand `Passes`.

@@ -4,8 +4,9 @@ TE = TransformerEngine v2.8, pytorch/attention/dot_product_attention; MC = megat
 MLA = MC transformer/multi_latent_attention.py.
 """
 
-# T = tokens of one micro-batch on a rank, s = sequence, a = heads of a rank, k = query groups of a rank, d = channels
-# of one head, t = tp, h = hidden size. The formulas of bytes in units of T or s*b*h count 2 bytes an element.
+# Symbols in formulas: T = tokens of one micro-batch on a rank, s = sequence, a = heads of a rank, k = query groups of a
+# rank, d = channels of one head, t = tp, h = hidden size. The formulas of bytes in units of T or s*b*h count 2 bytes an
+# element.
 
 from __future__ import annotations
 
@@ -119,8 +120,9 @@ class Attention(Block):
         """Count the activations of norm, projections and attention core.
 
         A whole layer of Llama with fused attention keeps s*b*h*(12 + 4k/a + 6f/h)/t bytes with sequence parallelism.
-        Without sequence parallelism the factor of s*b*h is 8 + (4 + 4k/a + 6f/h)/t. For a GPT with dropout the factors
-        are 34/t and 10 + 24/t (Korthikanti et al. 2022, section 4).
+        Without sequence parallelism this layer keeps s*b*h*(8 + (4 + 4k/a + 6f/h)/t) bytes. A layer of a GPT with
+        dropout keeps s*b*h*34/t bytes with sequence parallelism, and s*b*h*(10 + 24/t) bytes without (Korthikanti et
+        al. 2022, section 4).
         """
         latent, latents = self.model.latent_attention, 0
         if latent:
@@ -236,10 +238,10 @@ class Attention(Block):
     def core_backward_bytes(self, job: Job) -> int:
         """Count the bytes that the backward of the attention core needs beyond the core's kept activations.
 
-        The backward needs the gradients of query, key, value and context. Unfused attention also needs a gradient as
-        large as the probabilities. Ring attention has two buffers, each for keys, values and their gradients. Ring
-        attention also holds the gradients of one step of the ring, and those of keys and values twice (TE
-        context_parallel.py, AttnFuncWithCPAndKVP2P.backward).
+        The backward of the core needs the gradients of query, key, value and context. The backward of unfused attention
+        also needs a gradient as large as the probabilities. Ring attention has two buffers, each for keys, values and
+        their gradients. Ring attention also holds the gradients of one step of the ring, with the gradients of keys and
+        values twice (TE context_parallel.py, AttnFuncWithCPAndKVP2P.backward).
         """
         channels = (self.heads + self.groups) * (self.query + self.value)
         if ring_steps(job, self.layout):
@@ -290,10 +292,10 @@ class Attention(Block):
     def core_loads(self) -> PassLoads:
         """Return the work of scores, softmax and context, for flash attention or with all scores written to memory.
 
-        Flash attention skips the scores behind the causal mask, half of 2 * T * s * a * (d of query + d of value), and
-        the scores outside a window (in the mean of all layers). Flash attention has 2 products in the forward and 5 in
-        the backward (Dao 2023). Other backends compute all T * s * a scores, and write, mask, normalise, drop and read
-        these scores.
+        Flash attention skips the scores behind the causal mask, which halves 2 * T * s * a * (d of query + d of value)
+        FLOPs. Flash attention also skips the scores outside a window, counted in the mean of all layers. Flash
+        attention has 2 products in the forward and 5 in the backward (Dao 2023). Other backends compute all T * s * a
+        scores, and write, mask, normalise, drop and read these scores.
         """
         model, one = self.model, self.model.seq_length
         if is_flash(model):

@@ -4,7 +4,7 @@ A layer has one or two blocks, each behind a norm and beside a residual connecti
 micro-batch on one rank.
 """
 
-# S = stages (model chunks) in model order.
+# Letters of array axes: S = stages (model chunks) in model order.
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Sizes:
 
 
 class Block(Sizes, ABC):
-    """A block of a layer.
+    """Base class for the blocks of a layer: attention, Mamba mixer, MLP, and experts.
 
     A method counts the block's norm only if its docstring names the norm. A `job` argument has the model that the block
     was made for.

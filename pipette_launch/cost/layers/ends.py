@@ -4,7 +4,7 @@ MC = megatron/core of core_v0.16.1, TE = TransformerEngine v2.8, MTP = MC transf
 GPT = MC models/gpt/gpt_model.py.
 """
 
-# T = tokens of one micro-batch on a rank, V = padded vocabulary, t = tp, c = cp.
+# Symbols in formulas: T = tokens of one micro-batch on a rank, V = padded vocabulary, t = tp, c = cp.
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def attention_mask_bytes(job: Job, layout: Layout) -> int:
 def loaded_mask_bytes(job: Job, layout: Layout) -> int:
     """Count the bytes for loading an attention mask: b * s * s, and the rank's own part with context parallelism.
 
-    Each rank of the first and of the last pipeline stage has the whole mask on its device before context parallelism
-    copies the rank's part (training/utils.py, get_batch_on_this_tp_rank; MC utils.py, get_batch_on_this_cp_rank;
-    core_v0.14 to 0.20).
+    Ranks of the first and last pipeline stage hold the whole mask on their device before context parallelism copies
+    each rank's part (training/utils.py, get_batch_on_this_tp_rank; MC utils.py, get_batch_on_this_cp_rank; core_v0.14
+    to 0.20).
     """
     part = attention_mask_bytes(job, layout)
     return layout.cp * part + (part if layout.cp > 1 else 0)

@@ -96,7 +96,10 @@ def prediction_bytes(job: Job, layout: Layout) -> int:
 
 
 def kind_loads(job: Job, layout: Layout, kind: LayerKind) -> PassLoads:
-    """Return the device's work for one layer. Communication adds only the host's launches of its kernels."""
+    """Return the device's work for one layer.
+
+    For communication, only the host's launches of communication kernels count.
+    """
     options, (first, *others) = performance_options(job), blocks_of(job.model, layout, kind)
     loads = first.loads(job) + _around_blocks(first, len(KINDS[kind]))
     loads = loads.without_launches(float(is_captured(options, first.graph_module)))
@@ -125,8 +128,8 @@ def recompute_share(model: ModelSpec, layout: Layout, index_in_chunk: int, kind:
     """Return the share of a layer's forward that its backward runs again.
 
     Full recompute runs whole layers again: every layer with method `uniform`, the first `num_layers` of each chunk with
-    method `block` (transformer_block.py). Selective recompute runs the named modules again. A module's share is its
-    share of the layer's FLOPs, so norms and activation functions count as 0.
+    method `block` (transformer_block.py). Selective recompute runs the modules of `--recompute-modules` again. A module
+    counts by its share of the layer's FLOPs, so norms and activation functions count as 0.
     """
     recompute = layout.recompute
     if recompute.granularity == "full":
@@ -142,8 +145,8 @@ def recompute_share(model: ModelSpec, layout: Layout, index_in_chunk: int, kind:
 def column_share(model: ModelSpec, kind: LayerKind) -> float:
     """Return a mean column-parallel matrix's share of a layer's FLOPs; 0 if the layer has no such matrix.
 
-    While the input gradient of a column-parallel matrix is computed, its input is gathered again. While its weight
-    gradient is computed, the gradients of its input are reduced (layers.py,
+    While the input gradient of a column-parallel matrix is computed, its input is gathered again. While the weight
+    gradient of a column-parallel matrix is computed, the gradients of the matrix's input are reduced (layers.py,
     LinearWithGradAccumulationAndAsyncCommunication).
     """
     columns = [flops for block in blocks_of(model, _ALONE, kind) if (flops := block.column_flops())]
@@ -166,8 +169,8 @@ class Offloaded:
     Megatron copies the tensors that autograd saves within the modules of `--offload-modules`, and frees most of these
     tensors on the device (megatron-core v0.16.1, pipeline_parallel/fine_grained_activation_offload.py). The tensors of
     a chunk's last layer stay on the device if the backward of this layer runs next. Each later backward of a module
-    brings back the tensors of the same module in the layer below. So the tensors of one layer are on the device at any
-    time.
+    brings back the tensors of the same module in the layer below. So the device holds the offloaded tensors of one
+    layer at any time of the backwards.
     """
 
     attention: int = 0
@@ -178,8 +181,8 @@ class Offloaded:
     """Bytes that are copied to the host, and later copied back for the backward."""
     in_forward: int = 0
     """Extra bytes of a forward that runs just before another micro-batch's backward. During this forward, the other
-    micro-batch's last layer has its tensors back on the device, and the running layer's tensors are still there. These
-    extra bytes include the scores of an unfused attention core."""
+    micro-batch's last layer has its tensors back on the device, and the running layer's tensors are still there. The
+    extra bytes of this forward include the scores of an unfused attention core."""
 
     @property
     def left(self) -> int:

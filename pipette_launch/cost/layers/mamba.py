@@ -5,7 +5,8 @@ Source: megatron/core/ssm/mamba_mixer.py of core_v0.17.1 with its memory-efficie
 ranks.
 """
 
-# T = tokens of one micro-batch on a rank, d = channels of all heads, H = heads, c = convolved channels.
+# Symbols in formulas: T = tokens of one micro-batch on a rank, d = channels of all heads, H = heads, c = convolved
+# channels.
 
 from __future__ import annotations
 
@@ -46,12 +47,12 @@ class Mamba(Block):
         return self.mixer.mamba_matrices(self.model.hidden_size) // self.layout.tp
 
     def activations(self, job: Job) -> Activations:
-        """Count the norm's output, T*(2d + c + H) elements of the input projection, and 3*T*d later elements.
+        """Count the kept bytes of the norm's output, and of T*(2d + c + H) and 3*T*d further elements.
 
-        The 3*T*d later elements are the scan's output before its gate, the gated norm's input, and the output
-        projection's input. The backward computes the states of chunks again, so the forward does not keep these states.
-        Between the two projections, context parallelism splits heads instead of tokens, so the number of elements does
-        not change.
+        The T*(2d + c + H) elements are the input projection's output. The 3*T*d elements are the scan's output before
+        its gate, the gated norm's input, and the output projection's input. The backward computes the states of chunks
+        again, so the forward does not keep these states. Between the two projections, context parallelism splits heads
+        instead of tokens, so the number of elements does not change.
         """
         latent, mixer, tp = self.model.latent_attention, self.mixer, self.layout.tp
         element = self.model.dtype_bytes * self.tokens

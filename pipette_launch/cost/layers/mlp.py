@@ -6,8 +6,8 @@ some experts more tokens than others. The formulas do not count uneven routing, 
 measured jobs include uneven routing.
 """
 
-# T = tokens of a rank, n = tokens before dispatch, M = rows that a rank's experts work on, E = experts, k = top-k,
-# f = width of the MLP, h = hidden size, t = tp.
+# Symbols in formulas: T = tokens of a rank, n = tokens before dispatch, M = rows that a rank's experts work on, E =
+# experts, k = top-k, f = width of the MLP, h = hidden size, t = tp.
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ ROUTED_KERNELS = 92.0
 72 if nothing is fused (Megatron-LM's guide to DeepSeek-V3 on GB200)."""
 BIASED_TOUCHES = 18.0
 """Number of times that experts with biases read or write the outputs of their two matrices in a forward. A backward
-reads or writes these outputs 1.5 times as often. Separate kernels apply biases, limits, gates and probabilities."""
+reads or writes these outputs 1.5 times as often. Separate kernels apply the biases, limits, gates and probabilities of
+such experts."""
 IN_DOMAIN_SHARE = 0.42
 """Share of the fastest links' bandwidth that `flex` dispatchers reach inside a domain of such links."""
 OVERLAP_COSTS = 0.15
@@ -105,8 +106,8 @@ class Mlp(_FeedForward):
     def activations(self, job: Job) -> Activations:
         """Count the activations of the norm, the output of the first matrix, and the input of the second matrix.
 
-        Both matrices keep 6f/h for fused SwiGLU, 4f/h for GELU, and 8f/h or 10f/h for unfused SwiGLU, in units of s*b*h
-        bytes.
+        The two matrices of an MLP keep 6f/h for fused SwiGLU, 4f/h for GELU, and 8f/h or 10f/h for unfused SwiGLU, in
+        units of s*b*h bytes.
         """
         copies = 0 if performance_options(job).bias_swiglu_fusion else self.unfused_copies(job)
         return Activations(
@@ -231,9 +232,10 @@ class Experts(_FeedForward):
     def rows(self, job: Job) -> int:
         """Return M, the number of rows that the experts of one rank compute.
 
-        Each rank sends k*n rows and receives k*n rows. Expert tensor parallelism splits the experts' widths over `etp`
-        ranks and gathers the rows of these ranks (MO/token_dispatcher.py:689-697). An expert capacity drops rows beyond
-        the capacity, or pads rows up to the capacity (MO/token_dispatcher.py:551-566).
+        Under balanced routing each rank sends k*n rows to experts and receives k*n rows. Expert tensor parallelism
+        splits the experts' widths over `etp` ranks and gathers the rows of these ranks
+        (MO/token_dispatcher.py:689-697). An expert capacity drops rows beyond the capacity, or pads rows up to the
+        capacity (MO/token_dispatcher.py:551-566).
         """
         options, capacity = performance_options(job), self.capacity(job)
         each = self.model.moe_router_topk * self.local_tokens / self.num_experts
@@ -330,7 +332,8 @@ class Experts(_FeedForward):
         matrices' output. The gradient of the probability also needs the product of the second matrices' input gradient
         with the activation. If the activation is not fused, three of its gradients have the type of the probabilities
         when the second matrices' input is freed. Moving the gradients back through sort and exchange needs two copies
-        of M*h. Computing and moving the gradients both also need the layer's own gradient.
+        of M*h. The layer's own gradient exists while the gradients of the experts' rows are computed and while they are
+        moved.
         """
         rows, dtype = self.rows(job), self.model.dtype_bytes
         at_once = rows if performance_options(job).moe_grouped_gemm else -(-rows // self.local_experts)

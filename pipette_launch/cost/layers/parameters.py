@@ -83,7 +83,9 @@ class UnitParameters(NamedTuple):
 
 
 def unit_parameters(model: ModelSpec, layout: Layout) -> UnitParameters:
-    """Count the parameters of the units of chunks. Of the layout, only tp, ep, etp and whether pp exceeds 1 matter.
+    """Count the parameters of the units of chunks.
+
+    The counts depend only on the layout's tp, ep, etp and whether pp exceeds 1.
 
     With tied embeddings and more than one pipeline rank the last chunk holds a copy of the word embedding
     (megatron-core, setup_embeddings_and_output_layer).
@@ -140,7 +142,7 @@ def stage_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]
 
 
 def end_parameters(model: ModelSpec, layout: Layout) -> tuple[int, int]:
-    """Count one rank's parameters outside the layers: of the embedding, and of head and final norm."""
+    """Count one rank's parameters outside the layers, as a pair: embedding, and head with final norm."""
     unit = unit_parameters(model, layout)
     depth = sum(unit.layers[kind].dense for kind in model.prediction_kinds)
     return unit.embedding.dense, unit.head.dense + unit.prediction.dense - model.prediction_copies * depth
@@ -422,11 +424,11 @@ def state_bytes_per_parameter(job: Job) -> int:
 def step_bytes_per_parameter(job: Job) -> int:
     """Return the bytes that an optimizer step reads and writes for each parameter that the rank's optimizer holds.
 
-    The gradient is read for the norm and for the step, each state is read and written, the weight is written: 8 + 24 +
-    2 for Adam on 16-bit weights. An fp32 weight, or a bf16 weight that is half of its fp32 copy, is also read. A state
-    that is not fp32 is copied to fp32 and back (see `optimizer_bytes`). Only the precision-aware optimizer reads 16-bit
-    gradients directly. Other optimizers read an fp32 copy of the gradients. The bytes moved to make this fp32 copy are
-    not counted.
+    The step reads the gradient twice, reads and writes each state, and writes the weight: 8 + 24 + 2 bytes for Adam on
+    16-bit weights. An fp32 weight, or a bf16 weight that is half of its fp32 copy, is also read. A state that is not
+    fp32 is copied to fp32 and back (see `optimizer_bytes`). Only the precision-aware optimizer reads 16-bit gradients
+    directly. Other optimizers read an fp32 copy of the gradients. The bytes moved to make this fp32 copy are not
+    counted.
     """
     is_aware = performance_options(job).use_precision_aware_optimizer
     gradient = gradient_bytes_per_parameter(job) if is_aware else FP32_BYTES

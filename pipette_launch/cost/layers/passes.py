@@ -1,6 +1,6 @@
 """Work of a layer's passes for the device, and the collectives inside these passes."""
 
-# S = stages (model chunks) in model order.
+# Letters of array axes: S = stages (model chunks) in model order.
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ def num_communicators(job: Job, layout: Layout) -> int: ...
 @overload
 def num_communicators(job: Job, layout: LayoutColumns) -> Ints: ...
 def num_communicators(job: Job, layout: Layout | LayoutColumns) -> int | Ints:
-    """Count the NCCL communicators of the rank with the most communicators, which is on a first or last stage.
+    """Count the NCCL communicators of the rank that has the most, on the first or last pipeline stage.
 
     torch opens a communicator for each group at the group's first collective or batch of messages. A plain isend or
     irecv opens a communicator of the two ranks instead (ProcessGroupNCCL.cpp, pointToPoint). Groups of one rank have no

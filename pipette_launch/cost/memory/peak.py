@@ -8,9 +8,9 @@ The sizes of a layer's tensors are computed once for all layouts with equal degr
 then copies the sizes to the stages of all layouts. A single layout is computed as a column of length 1.
 """
 
-# N = layouts, S = stages (pipeline ranks) of all layouts, layout by layout, C = chunks of all layouts. R = stages of
-# chosen layouts: one of each group of layouts whose stages hold equal states. V = chunks of one stage, M = passes of a
-# stage's chunks in schedule order.
+# Letters of array axes: N = layouts, S = stages (pipeline ranks) of all layouts, layout by layout, C = chunks of all
+# layouts. R = stages of chosen layouts: one of each group of layouts whose stages hold equal states. V = chunks of one
+# stage, M = passes of a stage's chunks in schedule order.
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class MemoryColumns:
     """Predicted peaks of the stages of N layouts."""
 
     starts_N: Ints
-    """First stage of each layout."""
+    """Index of the first stage of each layout."""
     parts_S: PeakParts[Ints]
 
     def totals(self) -> tuple[tuple[int, ...], ...]:
@@ -550,7 +550,7 @@ def _chunk_live(stages: _Stages, some: Ints, chunk: Ints) -> Ints:
 
 
 def _loading(stages: _Stages, layer: dict[str, Ints], beyond: Ints, chunk_N: Ints, bytes_C: Ints) -> Ints:
-    """Count the bytes for loading a mask, minus those of the next forward and minus `_beyond_first_chunk`."""
+    """Count the bytes for loading an attention mask beyond the bytes that other parts of the peak contain."""
     layouts = stages.layouts
     last = chunk_N + layouts.pp * layouts.vpp - 1
     begun, predicting, ended = (
@@ -582,10 +582,10 @@ def without_mask(job: Job) -> Job | None:
     """Return the job without its data loader's attention mask; None if no mask is made, or if attention reads it.
 
     Causal attention of Transformer Engine's flash and fused backends reads no mask. Unfused attention, Megatron's own
-    included, combines the mask with the causal mask, so the mask changes the result only if `--reset-attention-mask`
-    separates documents (TE v2.8, dot_product_attention/utils.py, get_full_mask; megatron/core fusions/fused_softmax.py
-    of core_v0.16.1). Plans never add the flag that prevents the mask, because attention in the user's script may read
-    the mask.
+    included, combines the mask with the causal mask, so the data loader's mask changes the result only if
+    `--reset-attention-mask` separates documents (TE v2.8, dot_product_attention/utils.py, get_full_mask; megatron/core
+    fusions/fused_softmax.py of core_v0.16.1). Plans never add the flag that prevents the mask, because attention in the
+    user's script may read the mask.
     """
     if not ends.attention_mask_bytes(job, job.own) or (not is_flash(job.model) and _RESET in job.performance_flags):
         return None

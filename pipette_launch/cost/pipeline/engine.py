@@ -1,10 +1,10 @@
 """Time of a pipeline under a schedule: one loop over the actions computes the end of each action by a longest path."""
 
-# S = stages (model chunks), P = pipeline ranks, A = actions of all ranks, R = pipelines that are priced together, M =
-# micro-batches, N = forwards of one rank (micro-batches times chunks), X = entries of a state, T = turns back in time.
-# Durations are blocks of S numbers: forwards, whole backwards, first forwards and, if the backward is split, input
-# gradients and weight gradients. Hops are messages between stages: S - 1 forwards, S - 1 backwards, and a 0.
-# Kinds of actions: F = forward, B = whole backward, I = input gradient, W = weight gradient.
+# Letters of array axes: S = stages (model chunks), P = pipeline ranks, A = actions of all ranks, R = pipelines that are
+# priced together, M = micro-batches, N = forwards of one rank (micro-batches times chunks), X = entries of a state, T =
+# turns back in time. Durations are blocks of S numbers: forwards, whole backwards, first forwards and, if the backward
+# is split, input gradients and weight gradients. Hops are messages between stages: S - 1 forwards, S - 1 backwards, and
+# a 0. Kinds of actions: F = forward, B = whole backward, I = input gradient, W = weight gradient.
 
 from __future__ import annotations
 
@@ -339,7 +339,7 @@ class Engine:
     def drain_s_SR(self, durations_R: Floats, hops_R: Floats) -> Floats:
         """Return the end of each stage's last backward, after which the stage's gradients can be reduced.
 
-        All digits of a pipeline's result are the same whichever pipelines are priced with it.
+        The digits of a pipeline's result do not depend on the other pipelines in the call.
 
         Args:
             durations_R: `StageTimes.durations_s`, one column for each pipeline.
@@ -469,8 +469,8 @@ def critical_counts(engine: Engine, durations_R: Floats, hops_R: Floats) -> tupl
     """Count the uses of each pass and message on the longest path of each pipeline; arguments as in `drain_s_SR`.
 
     The makespan is the maximum, over all paths, of a sum of pass times and message times. So the makespan is convex in
-    these times and the counts are a subgradient: for any other times the makespan is at least counts * times. The last
-    row of the message counts stands for "no message" and is 0.
+    the times of passes and messages, and the counts are a subgradient. For any other times, the makespan is at least
+    counts * times. The last row of the message counts stands for "no message" and is 0.
     """
     previous_A, cause_A, hop_A, wait_A, duration_A = engine.table_A
     ends = engine.ends_AR(durations_R, hops_R)

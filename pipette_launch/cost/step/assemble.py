@@ -1,8 +1,8 @@
 """The seconds of one step: parallel pipelines, then gradient reduction, optimizer and parameter gathers."""
 
-# S = stages (model chunks), P = pipeline ranks, V = chunks of each rank, D = data-parallel replicas.
-# K = placements side by side, R = replicas of all of them, T = times of one pipeline.
-# N = placements or layouts side by side.
+# Letters of array axes: S = stages (model chunks), P = pipeline ranks, V = chunks of each rank, D = data-parallel
+# replicas. K = placements side by side, R = replicas of all placements, T = times of one pipeline. N = placements or
+# layouts side by side.
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class StepTime:
 class StepEnd:
     """The part of a step after the last passes, for N placements of one layout or for N layouts.
 
-    Both predicted step times and their lower bounds use this class; a bound passes in the times of the best links. So
-    support for a flag that hides work at the end of a step changes only this class.
+    Predicted step times and their lower bounds both use `StepEnd`. A bound calls `StepEnd` with the times of the best
+    links. So support for a flag that hides work at the end of a step changes only `StepEnd`.
     """
 
     layout: Layout | LayoutColumns

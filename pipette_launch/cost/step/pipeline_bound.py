@@ -5,13 +5,14 @@ length of the longest path, so no bound exceeds the simulated time. The bounds c
 `zigzag`. If all stages are equal, or if one stage is much slower than the others, the longest path of the schedule has
 one of these two kinds:
 
-    stay      go to one pipeline rank, run all passes of this rank, and return. The way to the rank and the way back may
-              also go through later chunks, or to the last stage and back
-    zigzag    the first micro-batch goes to the last stage and back, then the micro-batch that starts on this return
-              does so, and so on (only without interleaving)
+    stay      go to one pipeline rank, run all passes of this rank, and return. A `stay` path may go to the rank and
+              return through later chunks, or through the last stage
+    zigzag    the first micro-batch goes to the last stage and back, then the micro-batch that starts at its return,
+              and so on (only without interleaving)
 """
 
-# U = pipelines, V = chunks of one pipeline rank (vpp), P = pipeline ranks, S = V * P stages in model order.
+# Letters of array axes: U = pipelines, V = chunks of one pipeline rank (vpp), P = pipeline ranks, S = V * P stages in
+# model order.
 
 from __future__ import annotations
 
@@ -179,8 +180,8 @@ def _zigzag(pipelines: Pipelines) -> Floats:
     """Return the length of the path that goes to the last stage and back until all micro-batches are done.
 
     The end of each round trip starts a round trip of the micro-batch whose number is P higher (P pipeline ranks, n
-    micro-batches). A path of k = ceil((n + P - 1) / P) round trips is s = k P - (n + P - 1) ranks too long. So one
-    round trip turns at rank s instead of 0, or at rank P - 1 - s instead of P - 1.
+    micro-batches). A path of k = ceil((n + P - 1) / P) round trips is s = k P - (n + P - 1) ranks too long. So one of
+    the k round trips turns at rank s instead of 0, or at rank P - 1 - s instead of P - 1.
     """
     chunks, ranks = pipelines.forward_s_UVP.shape[1:]
     if chunks > 1:

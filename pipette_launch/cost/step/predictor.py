@@ -1,8 +1,8 @@
 """The step time of layouts on given slots, for one placement or many at once."""
 
-# K = placements, W = ranks = slots, P = pipeline ranks, D = replicas, S = stages (model chunks).
-# R = replicas of all placements, sorted by placement. G = groups of one kind, M = members of a group.
-# L = groups of one kind with members in the same pipeline rank and replica.
+# Letters of array axes: K = placements, W = ranks = slots, P = pipeline ranks, D = replicas, S = stages (model chunks).
+# R = replicas of all placements, sorted by placement. G = groups of one kind, M = members of a group. L = groups of one
+# kind with members in the same pipeline rank and replica.
 
 from __future__ import annotations
 

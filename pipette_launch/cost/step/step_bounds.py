@@ -1,16 +1,17 @@
 """Lower bounds of the step time of many layouts at once, for the wide search.
 
-The functions that predict one layout's step also count compute, collectives and parameters in this module. These
-functions run once for each group of layouts with equal relevant fields, and for each kind of chunk. `assemble.StepEnd`
-computes the time after the pipelines, as in predictions. The bounds differ from `Predictor.bound_s` in two ways.
-First, lengths of paths (`pipeline_bound`) bound the times of pipelines, instead of a simulation. Second, data-parallel
-groups that are too large for one host also use slow hosts, so the bound prices slow links for some stages.
+The functions that predict one layout's step also count compute, collectives and parameters in this module. The bounds
+call these functions once for each group of layouts with equal relevant fields, and for each kind of chunk.
+`assemble.StepEnd` computes the time after the pipelines, as in predictions. The bounds differ from `Predictor.bound_s`
+in two ways. First, lengths of paths (`pipeline_bound`) bound the times of pipelines, instead of a simulation. Second,
+data-parallel groups that are too large for one host also use slow hosts, so the bound prices slow links for some
+stages.
 """
 
-# N = layouts, U = groups of layouts with equal pass times, T = groups with equal exchanges after the passes, R = groups
-# with equal parameters, C = layer splits of the model, K = kinds of chunk, P = pipeline ranks, V = chunks of each rank.
-# X = parts of a chunk: for each kind of layer, layers that run once and layers that full recompute repeats; then
-# embedding, head, and depths of multi-token prediction.
+# Letters of array axes: N = layouts, U = groups of layouts with equal pass times, T = groups with equal exchanges after
+# the passes, R = groups with equal parameters, C = layer splits of the model, K = kinds of chunk, P = pipeline ranks, V
+# = chunks of each rank. X = parts of a chunk: for each kind of layer, layers that run once and layers that full
+# recompute repeats; then embedding, head, and depths of multi-token prediction.
 
 from __future__ import annotations
 
@@ -116,7 +117,7 @@ class UnitTimes(NamedTuple):
     """Seconds of a send between two slots over the best link."""
 
     def take(self, rows: Ints) -> UnitTimes:
-        """Return the times of some of the layouts, without groups that have none of these layouts."""
+        """Return the times of some of the layouts, and of the groups that contain these layouts."""
         used, group_N = np.unique(self.group_N[rows], return_inverse=True)
         return UnitTimes(group_N.reshape(-1), self.passes_U4X[used], self.exchanges_U2X[used], self.hop_s_U[used])
 
@@ -144,7 +145,7 @@ class Tables:
         self._share_fields: tuple[Field, ...] = (
             ("sequence_parallel", "ep", "etp") if compute.copies_to_host else shared_by
         )
-        """Fields that decide pass times, in addition to the compute case."""
+        """Fields of a layout, beyond its compute case, that decide pass times."""
         self._can_compute: Memo[bool] = Memo()
         self._can_split: Memo[bool] = Memo()
         self._passes: Memo[Floats] = Memo()
@@ -354,7 +355,7 @@ class BoundColumns:
 
         The first micro-batch reaches rank p through the first chunks of the ranks before it. Rank p runs all its
         passes, and the last backward returns through the first chunks of the ranks before rank p. Some rank has the
-        slowest slot. This bound leaves out exchanges after the passes.
+        slowest slot. The cheap bound leaves out exchanges after the passes.
         """
         seconds_N = np.full(len(columns), np.nan)
         known = np.flatnonzero(self._tables.can_price_N(columns))

@@ -1,6 +1,7 @@
 """Work of a layout in one step, and the prices (seconds) of this work on given slots and links."""
 
-# S = stages (model chunks), P = pipeline ranks, D = data-parallel replicas, K = placements side by side.
+# Letters of array axes: S = stages (model chunks), P = pipeline ranks, D = data-parallel replicas, K = placements side
+# by side.
 
 from __future__ import annotations
 

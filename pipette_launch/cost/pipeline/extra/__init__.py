@@ -5,8 +5,8 @@ function that makes its order, and an entry in `SCHEDULES`. The function belongs
 counts decide the order, and to `drafts` if the times of the stages decide the order.
 """
 
-# A = actions (passes) of all ranks, S = stages, P = pipeline ranks, R = pipelines that are priced together. Rows are
-# passes and starts of messages, in an order in which every cause comes before its effect.
+# Letters of array axes: A = actions (passes) of all ranks, S = stages, P = pipeline ranks, R = pipelines that are
+# priced together. Rows are passes and starts of messages, in an order in which every cause comes before its effect.
 
 from __future__ import annotations
 
@@ -356,7 +356,7 @@ class _Rows:
         self._last = [_NOTHING] * len(programs)
         """Latest row of each rank. The next row of the rank starts after the end of this latest row."""
         self._posted: dict[Message, int] = {}
-        """Row that posted a message's send or receive, whichever was posted first."""
+        """Row that posted the earlier of a message's send and receive."""
         self._before: dict[tuple[int, tuple[int, int]], Message] = {}
         """Latest message that a rank has posted in a direction, by (rank, direction)."""
         at = [0] * len(programs)

@@ -5,10 +5,10 @@ rank would wait. `best_draft` tries several orders of passes with several rules 
 This module makes orders for zero bubble (1F1B with delayed W) and for V placements (repeated building blocks).
 """
 
-# S = stages, P = pipeline ranks, M = micro-batches. Kinds of passes: F = forward, B = whole backward, I = input
-# gradient, after which the weight gradient W is due.
-# Slots are the times of one micro-batch's passes on one rank, in the order F of chunk 0, F of chunk 1, backward of
-# chunk 1, backward of chunk 0. A block contains the slots of every rank; it repeats every six units (2405.15362).
+# Letters of array axes: S = stages, P = pipeline ranks, M = micro-batches. Kinds of passes: F = forward, B = whole
+# backward, I = input gradient, after which the weight gradient W is due. Slots are the times of one micro-batch's
+# passes on one rank, in the order F of chunk 0, F of chunk 1, backward of chunk 1, backward of chunk 0. A block
+# contains the slots of every rank, and a schedule repeats the block every six units (2405.15362).
 
 from __future__ import annotations
 
@@ -354,7 +354,7 @@ def polish(
 ) -> DraftSchedule:
     """Let ranks wait instead of filling a gap whose action delays the critical path, while this shortens the step.
 
-    This function simulates the order at most `fills` times.
+    `polish` simulates the order at most `fills` times.
     """
     patient: frozenset[Action] = frozenset()
     while draft.complete and fills > 0:
@@ -436,7 +436,7 @@ def zero_bubble(name: str, problem: SchedulingProblem) -> Schedule:
 
     Forwards (F) and input gradients (I) run in the order of 1F1B. The number of warm-up forwards depends on the limit
     and on the time at which the first gradient comes back. Several numbers of warm-up forwards are tried, each with all
-    rules of `WEIGHT_GAPS`. With equal stages the bubble of ZB-1P is (p-1)(F+I-W+4c), which matches the rates of
+    rules of `WEIGHT_GAPS`. With equal stages and messages of c seconds the bubble of ZB-1P is (p-1)(F+I-W+4c), as in
     2401.10241, Table 5.
     """
     return best_draft(problem, _orders, WEIGHT_GAPS).schedule(name, problem)

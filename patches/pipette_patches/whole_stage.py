@@ -2,7 +2,7 @@
 
 `play` runs the job's own script, or a program that builds the model from flags, as one rank of the full world size with
 real tensors. Warm-up, steady state and cooldown run with as many micro-batches in flight as in the job. The optimizer
-step follows. No message is sent. Random noise of the same shape replaces each received tensor.
+step follows. No message is sent to other ranks. Random noise of the same shape replaces each received tensor.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ def run_stage(
 ) -> StageRun:
     """Train the first rank of a stage for two steps, and free everything.
 
-    `workload.load` must have run, and no process group may exist. Two steps run, because the optimizer's states exist
-    from the end of the first step on. On a CPU the first step of a model from flags runs only the optimizer. With
-    Megatron-FSDP the first step runs forward and backward too, because parameters have no gradients before a backward.
+    `workload.load` must have run, and no process group may exist. Two training steps run, because the optimizer's
+    states exist from the end of the first step on. On a CPU the first step of a model from flags runs only the
+    optimizer. With Megatron-FSDP the first step runs forward and backward too, because parameters have no gradients
+    before a backward.
 
     `program` is the job's own script; None builds the model from the job's flags. A WorkloadError says that Megatron or
     the script refuses the stage. Out-of-memory errors of torch are raised unchanged.

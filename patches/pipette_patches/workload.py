@@ -103,7 +103,7 @@ def load(device_kind: str) -> None:
         warnings.simplefilter("ignore")
         import torch._dynamo
 
-        # megatron-core 0.19 would import this module with the first optimizer.
+        # Import this module now, because megatron-core 0.19 would import this module with the first optimizer.
         with contextlib.suppress(ImportError):
             importlib.import_module("megatron.core.models.mimo.model.base")
         if device_kind == "cuda":

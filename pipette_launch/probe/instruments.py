@@ -126,7 +126,7 @@ class CpuStopwatch:
         self._kept = self._share()
 
     def stretch(self) -> float:
-        """Return the factor from times of `seconds` to wall time while all slots work."""
+        """Return the factor that converts times of `seconds` into wall time while all slots work."""
         return self._core_speed.usual * (self._kept or self._share())
 
     def _share(self) -> float:

@@ -255,7 +255,7 @@ SIGN_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseEnd:
-    """A phase that has ended."""
+    """Record of a phase that has ended."""
 
     phase: str
     seconds: float

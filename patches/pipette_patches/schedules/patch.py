@@ -61,7 +61,10 @@ class Watchdog:
         self._doing, self._since_s = doing, self._clock()
 
     def complaint(self) -> str:
-        """Return a line if the current pass takes too long, once for each pass. Otherwise return an empty string."""
+        """Return a line if the current pass takes too long, once for each pass.
+
+        Return an empty string if there is nothing to report.
+        """
         taken_s = self._clock() - self._since_s
         if not self._doing or taken_s < self._patience_s:
             return ""
@@ -274,7 +277,7 @@ def _call(arguments: Mapping[str, Any], known: Collection[str], megatron_schedul
     """
     data, model = arguments["data_iterator"], arguments["model"]
     chunks = model if isinstance(model, list) else [model]
-    # Release 0.14 names the process groups `grad_finalize_pgs`.
+    # megatron-core 0.14 names the process groups `grad_finalize_pgs`.
     collection = "pg_collection" if "pg_collection" in known else "grad_finalize_pgs"
     finalize_arguments = {collection: arguments.get(collection) or _groups(megatron_schedules)}
     if "force_all_reduce" in known:

@@ -1,8 +1,9 @@
 """Inventory of this host: devices and their condition, memory, cores, versions. Imports no torch.
 
 NVML shows every GPU of the machine, CUDA only those in CUDA_VISIBLE_DEVICES, so this file applies the variable itself.
-NVML numbers GPUs in PCI bus order. CUDA uses this order only with CUDA_DEVICE_ORDER=PCI_BUS_ID, which matters if a host
-has different GPUs. So all modules name devices by UUID, and each warm-up worker compares NVML's UUID with CUDA's UUID.
+NVML numbers GPUs in PCI bus order. CUDA uses PCI bus order only with CUDA_DEVICE_ORDER=PCI_BUS_ID, which matters if a
+host has different GPUs. So all modules name devices by UUID, and each warm-up worker compares NVML's UUID with CUDA's
+UUID.
 """
 
 from __future__ import annotations

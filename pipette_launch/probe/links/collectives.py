@@ -37,10 +37,10 @@ DEADLINE_SHARE = 0.8
 """A worker stops waiting for a collective after this share of the time limit. At the full limit, NCCL's watchdog would
 end the worker without an error message."""
 REACH_REPEATS, REACH_S, REACH_SHARE = 3, 1.5, 0.5
-"""The largest tensors of plans, above all gradients, may be many times the largest message between stages. So one
-larger size is timed too. Three repeats of this size must fit into 1.5 s and into half of the time left. (Without a
-larger size, predictions for an all-gather of 20 MB on links of 100 MB/s were 110 to 171 ms. The all-gather took 169
-ms.)"""
+"""The largest tensors of plans, above all gradients, may be many times the largest message between stages. So
+collectives are timed at one larger size too. Three repeats of this size must fit into 1.5 s and into half of the time
+left. (Without a larger size, predictions for an all-gather of 20 MB on links of 100 MB/s were 110 to 171 ms. The
+all-gather took 169 ms.)"""
 REACH_LIMIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 REACH_LEAST = 2  # The larger size is timed only if it is at least this multiple of the largest size so far
 Call: TypeAlias = Callable[[], object]

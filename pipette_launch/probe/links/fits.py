@@ -21,7 +21,8 @@ from pipette_launch.probe.messages import GroupSamples, LinkSamples, WarmupOrder
 from pipette_launch.text import rate_text
 
 MAX_SEND_ENTRIES = 4096
-"""If more pairs were measured, only unstable pairs get their own entry in the results. The matrices have all pairs."""
+"""If more pairs were measured, only unstable pairs get their own entry in the results. The matrices of latencies and
+bandwidths have all pairs."""
 UNEVEN_RAILS = 0.10  # If more pairs were measured, rails are stored only if their rates differ by more than this share
 
 
@@ -79,11 +80,11 @@ def fit_link(link: LinkSamples) -> LinkFit:
 
 
 class LinkBook(NamedTuple):
-    """Fits of every measured pair of slots."""
+    """Fitted lines of every measured pair of slots."""
 
     first: Mapping[Pair, LinkFit]
     again: Mapping[Pair, LinkFit]
-    """Fits of second measurements, for links that looked slow."""
+    """Fitted lines of second measurements, for links that looked slow."""
 
     @classmethod
     def of(cls, links: Iterable[LinkSamples]) -> LinkBook:

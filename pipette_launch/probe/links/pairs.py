@@ -274,13 +274,13 @@ def local_groups(pairs: Sequence[Pair], num_hosts: int, devices_per_host: int) -
 class LinkMeter:
     """Measures pairs of hosts, or of devices in a host; every rank calls the same methods in the same order.
 
-    Each rank returns its samples as a sender. The caller decides whether there is time for another round.
+    Each rank returns its samples as a sender. The caller of `measure` decides whether there is time for another round.
     """
 
     options: WarmupOrder
     lockstep: Lockstep
     bound_s: float
-    """Time for one direction of a pair, in seconds."""
+    """Time limit for measuring one direction of a pair, in seconds."""
     clock: Clock = time.perf_counter
 
     def __post_init__(self) -> None:

@@ -162,7 +162,7 @@ def blind_rounds(num_hosts: int, places: Sequence[Place], count: int, rng: np.ra
 
 
 def _matching(score_HH: Floats, order_H: Ints, pairs: Round = ()) -> Round:
-    """Add pairs: each idle host, in the given order, gets the idle partner with the highest score above 0."""
+    """Add pairs to a round: each idle host, in the given order, gets the idle host with the highest score above 0."""
     found = list(pairs)
     idle_H = np.ones(len(score_HH), dtype=bool)
     idle_H[[host for pair in pairs for host in pair]] = False

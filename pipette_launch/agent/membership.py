@@ -101,7 +101,8 @@ class Membership:
         """Meet the other agents; return the decision for all agents, and the store of the new round.
 
         `held` is this node's decision of the last round. Only the first agent calls `decide`, with all nodes and the
-        reasons why hosts are lost, and `is_awaited`, which is true if another node waits in torch's rendezvous.
+        reasons why hosts are lost. Only the first agent calls `is_awaited`, which returns True if another node waits in
+        torch's rendezvous.
 
         Raises:
             Rejoin: all agents go through torch's rendezvous again, or the other agents went on without this agent.

@@ -1,8 +1,9 @@
 """Liveness of other agents.
 
-An agent keeps an idle connection to another agent's store, and the kernel closes this connection when the other process
-ends. The agent also sends a request every second. The request stays without an answer if the host lost power, the wire
-is cut or the process is stopped. torch answers these requests in a separate thread, so a busy agent answers too.
+An agent keeps an idle connection to another agent's store, and the kernel closes the connection when the process of the
+other agent ends. The agent also sends a request every second. The agent's request gets no answer if the other host lost
+power, the wire is cut or the other process is stopped. torch answers these requests in a separate thread, so a busy
+agent answers too.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class PeerWatch(LostFinder):
                 ended = select.poll()
                 ended.register(connection, select.POLLIN)
                 self._has_answer.set()
-                # No agent sends bytes on this connection, so the connection becomes readable only at its end.
+                # No agent sends bytes on this connection, so the connection becomes readable only when it is closed.
                 while not (self._is_over.is_set() or ended.poll(1000 * PAUSE_S)):
                     self._has_answer.clear()
                     within(HOST_SILENCE_S, lambda: store.check(["pipette"]))
@@ -90,7 +91,7 @@ class PeerWatch(LostFinder):
         except TimeoutError:
             return SILENT
         except (OSError, RuntimeError):
-            # This process may be at fault, for example by too many open files.
+            # The connection may have failed by a fault of this process, for example too many open files.
             return why_unreachable(peer, timeout_s=HOST_SILENCE_S)
         return ""
 

@@ -1,7 +1,7 @@
 """Base class of the phases before the training, and the first iteration of an attempt at training.
 
-All nodes stay in one round during warm-up, trials and training. The store of the round may live in an agent that runs
-no workers, and a node on standby takes the place of a lost node.
+All nodes stay in one round during warm-up, trials and training. The agent that holds the store of the round may run no
+workers. A node on standby replaces a lost node.
 """
 
 from __future__ import annotations

@@ -198,8 +198,8 @@ class RendezvousSettings:
 def settle(args: Namespace, *, advice: str = "") -> RendezvousSettings:
     """Write torch's guesses into `args` as explicit flags, and return the settings of this node.
 
-    A static rendezvous cannot form a second round and reuses its keys at each restart. So a static rendezvous runs as
-    c10d with the store on node 0, and agents are ordered by --node-rank.
+    A static rendezvous cannot form a second round and reuses its keys at each restart. For this reason a static
+    rendezvous runs as c10d with the store on node 0, and agents are ordered by --node-rank.
     """
     at, node_rank, connect_s = endpoint_of(args), -1, connect_seconds(args)
     if args.rdzv_backend == "static" and not becomes_standalone(args):

@@ -85,7 +85,7 @@ class Streams:
         if path not in (CONSOLE, os.devnull):
             self._files.append(_Source(hear=hear, path=Path(path)))
             return path
-        # This process keeps both ends open, so that the pipe does not end before a worker opens it.
+        # This process keeps both ends of the pipe open, so that the pipe does not end before a worker opens it.
         reader, writer = os.pipe()
         self._writers[reader] = writer
         source = _Source(hear=hear, copy_to=None if path == os.devnull else console)

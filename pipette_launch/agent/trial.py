@@ -1,8 +1,8 @@
 """A trial on one node: count the iterations of a configuration, and end the workers after enough iterations.
 
-The first node that sees the end of a trial publishes it in the store, with the reason if the trial failed. Then every
-agent kills its workers, waits until its devices are free, and reports. The deciding node answers with the next
-decision. A failed trial does not count as a restart of the job.
+The first node that sees the end of a trial publishes it in the store, with the reason if the trial failed. After the
+end of a trial, every agent kills its workers, waits until its devices are free, and reports step times. The deciding
+node then publishes the next decision. A failed trial does not count as a restart of the job.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The warm-up of one node: watch the workers, and name the worker that made the warm-up fail.
 
 One dead worker makes all other workers fail, and some of these fail before the agent of the dead worker notices the
-death. So the first report of a failure may blame a wrong worker. After an alarm, every agent publishes the states of
-its workers under one key. The agent of RANK 0 then separates causes from consequences. The agent inspects the workers
-before torch does, because torch ends all workers at the first death, and their last output would be lost.
+death. The first report of a failure may therefore blame a wrong worker. After an alarm, every agent publishes the
+states of its workers under one key. The agent of RANK 0 then separates causes from consequences. The agent inspects the
+workers before torch does, because torch ends all workers at the first death, and their last output would be lost.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ def bindings(ranks: Sequence[int], *, keep_devices: bool = False) -> tuple[Devic
 
     Parts of Megatron, Transformer Engine and DeepEP use `RANK % devices` as the device. If the node's ranks are
     distinct modulo the number of devices, LOCAL_RANK becomes RANK modulo that number, and CUDA_VISIBLE_DEVICES is
-    reordered to match. Otherwise, and with `keep_devices`, the worker with LOCAL_RANK i keeps device i.
+    reordered to match. If two ranks are equal modulo that number, or with `keep_devices`, the worker with LOCAL_RANK i
+    keeps device i.
     """
     size = len(ranks)
     if keep_devices or len({rank % size for rank in ranks}) < size:

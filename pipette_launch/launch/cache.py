@@ -291,8 +291,8 @@ def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
     def changed_pins(choice: Choice) -> list[str]:
         return [name for name in job.pinned if getattr(choice.layout, name) != getattr(job.own, name)]
 
-    # The plan beside a checkpoint may keep the own configuration of the job that wrote the checkpoint. For another job,
-    # the same configuration is an ordinary candidate.
+    # The plan beside a checkpoint may keep the own configuration of the job that wrote the checkpoint. In another job's
+    # plan, this configuration is an ordinary candidate.
     keeps_own = plan.keeps_own and plan.chosen.layout == job.own
     if not keeps_own:
         if name := next(iter(changed_pins(plan.chosen)), None):

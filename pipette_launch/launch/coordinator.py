@@ -190,7 +190,7 @@ class Coordinator:
         """Find a plan in a file or in the cache, else order a warm-up."""
         planner, options = self.planner, self._options
         if options.plan is not None:
-            # Hosts that the user's plan file does not name become spares, if --pipette-spares allows as many.
+            # Hosts that the user's plan file does not name become spares, unless --pipette-spares allows fewer spares.
             in_plan = files.read(options.plan, Plan).hosts if options.spares and options.plan.is_file() else bare.hosts
             others = tuple(host.name for host in hosts if host.name not in in_plan)
             if 0 < len(others) <= min(options.spares, len(hosts) - self._least_nodes):

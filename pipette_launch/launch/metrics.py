@@ -1,7 +1,7 @@
 """The state of a running job in files and spans: a JSON document, Prometheus text, and OpenTelemetry.
 
 The deciding node writes the document `live-job` into the job's folder of the cache, and beside the Prometheus file that
-the user named. `pipette watch` reads this document, and the Prometheus text has the same figures for node_exporter's
+the user named. `pipette watch` reads this document, and the Prometheus file has the same values for node_exporter's
 textfile collector. Step times come from the output of the last rank. If another node runs the last rank, that node
 writes its measurements into separate files. Two nodes with a common file system then never write the same file.
 """

@@ -90,8 +90,8 @@ class Step:
     def processes(self) -> int | None:
         """Return the number of workers: one per task, or one per GPU of a lone task.
 
-        None means the default of torchrun's --nproc-per-node. Raises UsageError if the task that starts all workers
-        sees fewer GPUs than there are tasks.
+        The number is None for the default of torchrun's --nproc-per-node. Raises UsageError if the task that starts all
+        workers sees fewer GPUs than there are tasks.
         """
         if self.num_tasks == 1:
             return self.num_gpus
@@ -271,7 +271,7 @@ def _check_port(step: Step) -> None:
 
 
 class Siblings:
-    """Connections of the agent to the other tasks of its node, after `open`."""
+    """Connections of the agent to the other tasks of its node; `open` lets the tasks connect."""
 
     def __init__(self) -> None:
         self._door: socket.socket | None = None

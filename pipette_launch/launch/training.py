@@ -228,7 +228,7 @@ def has_trained(
     """Return whether a job that died without printing an iteration counts as trained, so that its plan is kept.
 
     `lived_s` is the time from the workers' start to the first worker's death. `saved_before` and `saved_now` name the
-    newest checkpoint at these two times.
+    newest checkpoint at the workers' start and at the first death.
     """
     return (
         saved_now != saved_before

@@ -156,9 +156,9 @@ def outruns(plan: Trial, own: Trial, *, margin: float) -> bool:
 
 
 def winner(runs: Sequence[Trial], *, margin: float) -> int | None:
-    """Return the index of the fastest plan that outruns the user's own configuration, else the index of the latter.
+    """Return the winner's index: the fastest plan that outruns the user's own configuration, else this configuration.
 
-    None means that no trial finished.
+    Return None if no trial finished.
     """
     own = next(run for run in runs if run.is_own)
     better = [index for index, run in enumerate(runs) if not run.is_own and outruns(run, own, margin=margin)]
@@ -265,7 +265,8 @@ class TrialCoordinator:
     def judge(self, ended: Decision, report: TrialReport) -> Decision | TrialsResult:
         """Take a trial's report; return the decision to run the next trial or to stop, or the result of all trials.
 
-        The job ends if the script died of a cause that no plan can avoid. The training ends under the same rule.
+        The job ends if the script died of a cause that no plan can avoid. A training also ends after a cause that no
+        plan can avoid.
         """
         options = self._options
         assert self._tried is not None

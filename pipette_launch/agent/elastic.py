@@ -269,7 +269,7 @@ class PipetteAgent(LocalElasticAgent):
     def _note_failure(self, result: RunResult, round_store: RoundStore, first_iteration: FirstIteration) -> None:
         """Agree with all nodes whether the job died before its first iteration, and call all nodes to a meeting."""
         self._failed = result
-        # Undo torch's decrease of the remaining restarts, because only a decision of all nodes ends the job.
+        # Raise the remaining restarts, because torch lowers this number, but only a decision of all nodes ends the job.
         self._remaining_restarts += 1
         # First read the last lines of the workers' output, because these lines may report an iteration.
         self._close_streams()

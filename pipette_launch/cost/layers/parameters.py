@@ -261,8 +261,8 @@ def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
     Megatron-FSDP gathers layers ahead up to half of `--suggested-communication-unit-size`. Reduced gradients are freed
     only before the next bucket's reduction, and only if more than `--suggested-communication-unit-size` parameters
     wait. With `--fsdp-double-buffer`, FSDP keeps the weights and the gradients of two layers each (FSDP
-    param_and_grad_buffer.py:3084-3131, 3493-3560, 651-800). A weight shared by embedding and head is reduced when the
-    backward is over (megatron_fsdp.py:767). torch FSDP2 holds weights and gradients of two units.
+    param_and_grad_buffer.py:3084-3131, 3493-3560, 651-800). The gradient of a weight shared by embedding and head is
+    reduced when the backward is over (megatron_fsdp.py:767). torch FSDP2 holds weights and gradients of two units.
 
     If layers are not units of FSDP, gradients form several buckets with overlap, and one bucket without overlap.
     The count ignores `--ddp-bucket-size`, `--ddp-num-buckets`, and the growth of buckets beyond 40 replicas.

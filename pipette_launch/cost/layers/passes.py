@@ -129,7 +129,8 @@ class Hiding:
     weight_grad_s: float = 0.0
     """Seconds of the weight gradient of one column-parallel matrix."""
     forward_s: float = 0.0
-    """Seconds of the forward of one column-parallel matrix, which hides chunks of `--tp-comm-overlap`."""
+    """Seconds of the forward of one column-parallel matrix, which hides chunks of exchanges under
+    `--tp-comm-overlap`."""
     other_layer_s: float = 0.0
     """A quarter of a layer's forward and backward seconds, which hides one token exchange of another micro-batch."""
     layers_s: Mapping[OfLayer, float] = field(default_factory=dict)

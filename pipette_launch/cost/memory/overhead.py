@@ -278,7 +278,7 @@ def num_communicators(job: Job, layout: Layout | LayoutColumns) -> int | Ints:
     world = several(layout.tp * layout.cp * layout.pp * layout.dp)
     pipeline, gradients = several(layout.pp), several(layout.dp * layout.cp)
     return (
-        # Megatron's training.py, pretrain(), reduces the start time over all ranks.
+        # Megatron's training.py, pretrain(), reduces the start time over the group of all ranks.
         world
         + several(layout.tp)
         # finalize_model_grads.py, _allreduce_word_embedding_grads().

@@ -472,7 +472,7 @@ def _beyond_first_chunk(stages: _Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
     """Count, for each layout, the first stage's peak minus the bytes kept when its first chunk runs its last forward.
 
     With few micro-batches all forwards of the first chunk run early in the warm-up of an interleaved schedule, when the
-    stage keeps fewer bytes than at its peak. The result is 0 unless all chunks keep the same bytes.
+    stage keeps fewer bytes than at its peak. The difference counts as 0 unless all chunks keep the same bytes.
     """
     layouts, microbatches = stages.layouts, stages.microbatches_N
     pp, vpp = layouts.pp, layouts.vpp
@@ -539,7 +539,7 @@ def _input_bytes(stages: _Stages, layer: dict[str, Ints], *, all_chunks_load: bo
 
 
 def _chunk_live(stages: _Stages, some: Ints, chunk: Ints) -> Ints:
-    """Count the most micro-batches that stages hold at once, in one chunk or in all chunks (`chunk` = -1)."""
+    """Count the most micro-batches that each stage keeps at once, in one chunk or in all chunks (`chunk` = -1)."""
     layouts, rows = stages.layouts, stages.row_S[some]
     shape = (layouts.pp[rows], layouts.vpp[rows], layouts.microbatch_group_size[rows], stages.microbatches_N[rows])
     codes = codes_of((*shape, stages.stage_S[some], chunk + 1))

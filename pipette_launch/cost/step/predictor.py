@@ -72,7 +72,7 @@ class PlacementCost:
         return (np.concatenate(seconds) if seconds else np.zeros(0)) * self.factor
 
     def prices(self, placement: Sequence[int] | Ints) -> Prices:
-        """Return the seconds of each group's exchanges under a placement, without `factor`."""
+        """Return the seconds of each group's exchanges under a placement, without the learned `factor`."""
         return self._prices(np.asarray(placement, dtype=np.int64)[None])
 
     def _prices(self, placement_KW: Ints) -> Prices:

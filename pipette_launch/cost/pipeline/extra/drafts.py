@@ -474,10 +474,10 @@ def _orders(problem: SchedulingProblem) -> Iterator[PassOrder]:
 def _warmups(problem: SchedulingProblem, rank: int) -> tuple[int, ...]:
     """Count the forwards before a rank's first backward, by five rules.
 
-    Two rules are the counts of 1F1B and of eager 1F1B. Two more rules count the forwards that fit before the first
-    gradient comes back, rounded down and up. The fifth rule counts these forwards if rank 0 lacks memory for some of
-    its own forwards, so that gradients come back later. Each count is at least the count of 1F1B, and at most the
-    number of forwards that fit in memory.
+    Two rules take the numbers of warm-up forwards of 1F1B and of eager 1F1B. Two more rules count the forwards that fit
+    before the first gradient comes back, rounded down and up. The fifth rule counts these forwards if rank 0 lacks
+    memory for some of its own forwards, so that gradients come back later. Each count is at least the count of 1F1B,
+    and at most the number of forwards that fit in memory.
     """
     most, behind = problem.num_microbatches, problem.pp - rank
     room_P = [limit / held if held else math.inf for limit, held in zip(problem.limit_P, problem.held_S, strict=False)]

@@ -113,9 +113,6 @@ def nearest_names(name: str) -> list[str]:
         chip, whole = _NAMES[device].chip, " ".join(words_of(device))
         texts = (whole, " ".join(sorted(chip)))
         ratio, chip_ratio = (difflib.SequenceMatcher(None, plain, text).ratio() for text in texts)
-        ratio, chip_ratio = (
-            difflib.SequenceMatcher(None, plain, one).ratio() for one in (whole, " ".join(sorted(chip)))
-        )
         other_letter = whole[:1] != plain[:1]
         return (chip <= set(words)) + max(chip_ratio, ratio) + 0.1 * ratio - 0.2 * other_letter
 

@@ -94,8 +94,7 @@ def plan(
 
     Args:
         arguments: words of the job's command line after the script's name.
-        gpu: device of imagined hosts: a name such as `h100-sxm`, or a file of kind `device`. Give either `gpu` or
-            `cluster`.
+        gpu: device of imagined hosts, by a name such as `h100-sxm` or a file of kind `device`, instead of `cluster`.
         nodes: hosts of the job.
         gpus_per_node: devices and ranks of each host. None = the usual number for `gpu`.
         world_size: ranks of the job. `world_size` can replace `nodes` or `gpus_per_node`.

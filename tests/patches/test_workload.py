@@ -169,3 +169,8 @@ def test_parts_of_fine_grained_models_weigh_what_is_predicted(found: dict[str, A
     assert dense.count == weighs["layer"]
     assert moe.count == weighs["moe_layer"]
     assert moe.count + depth_parameters(model, layout) + 2 * table == weighs["prediction"]
+
+
+def test_a_layer_runs_again_in_the_precision_of_the_job(found: dict[str, Any]) -> None:
+    """Megatron's blocks switch FP8 on around their layers, so each of two layers that run alone enters FP8 again."""
+    assert [[True, "the job's recipe"]] * 2 == found["low precision"]

@@ -1,9 +1,11 @@
 """A worker for the tests: builds workloads with megatron-core and prints its findings as one line of JSON."""
 
+import contextlib
 import json
 import sys
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -138,6 +140,25 @@ def fused_and_unfused_losses() -> list[float]:
             head.backward(loss)
             losses += [loss.item(), head.source.grad.norm().item()]  # type: ignore[union-attr]
     return losses
+
+
+def low_precision() -> list[Any]:
+    """Return the recipes in whose context a layer runs again, if Transformer Engine's FP8 was on in its first call."""
+    entered: list[Any] = []
+
+    def autocast(*, enabled: bool, fp8_recipe: str) -> Any:
+        entered.append([enabled, fp8_recipe])
+        return contextlib.nullcontext()
+
+    manager = SimpleNamespace(is_fp8_enabled=lambda: True, get_fp8_recipe=lambda: "the job's recipe")
+    engine = SimpleNamespace(FP8GlobalStateManager=manager, fp8_autocast=autocast)
+    with (
+        mock.patch.dict(sys.modules, {"transformer_engine.pytorch.fp8": engine}),
+        workload(JOB, CASE, device_kind="cpu") as work,
+    ):
+        entered.clear()
+        work.parts[0].forward(2)
+    return entered
 
 
 def refusal(action: Any) -> str:
@@ -280,6 +301,7 @@ def main() -> None:
         found["flags"] = [config.qk_layernorm, config.cross_entropy_loss_fusion, *work.notes]
         found["norms"] = len(work.parts[0].parameters)
         work.parts[0].backward(work.parts[0].forward(1))
+    found["low precision"] = low_precision()
     found["without its engine"] = without_its_engine()
     found["splits sequence"] = splits_sequence()
     # Last, as it changes what torch compiles.

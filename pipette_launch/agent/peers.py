@@ -31,7 +31,7 @@ NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDO
 GONE = "its agent is gone"
 SILENT = f"silent for {HOST_SILENCE_S:.0f} s"
 SWEEP_S = 60.0
-"""Seconds in which each agent connects to each other agent about once."""
+"""Seconds in which each agent connects to each other agent at least once. In a small job it does so more often."""
 LONGEST_PAUSE_S = 1.0
 
 

@@ -81,7 +81,7 @@ class Outcome:
 
     @property
     def log_memory_error(self) -> float | None:
-        """log(measured / predicted) of the fullest rank's memory. The value is `None` without a reading above 0."""
+        """log(measured / predicted) of the fullest rank's memory. `None` if it was not measured."""
         peak = self.fullest
         if peak is None or min(peak.measured_bytes, peak.predicted_bytes) <= 0:
             return None

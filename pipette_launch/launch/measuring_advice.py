@@ -5,7 +5,7 @@ few seconds with the measurements so far. The answer lists the links, groups and
 the warm-up then measures. The adviser does not import torch.
 """
 
-# S = slots, G = groups, K = members of a group, W = ranks.
+# Letters of array axes: N = pairs of ranks, G = groups, K = members of a group, W = ranks.
 
 from __future__ import annotations
 

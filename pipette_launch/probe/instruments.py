@@ -199,8 +199,8 @@ class QueuedCalls:
         """Number of times that a tensor is written before each measurement, to keep the device busy. All ranks need the
         same number of writes, so that transfers over a shared wire begin at the same time."""
         self.wanted = FIRST_PASSES
-        """Number of writes that this rank needs to keep its device busy. The number of writes grows if the device was
-        idle before the host had queued the last calls."""
+        """Number of writes that this rank needs to keep its device busy. The number grows if the device had done
+        the writes before the host had queued the last calls."""
         self._watch = CudaStopwatch()
 
     def seconds(

@@ -194,7 +194,7 @@ def _laid_out(layout: Layout, slots: Slots, tiers: Tiers) -> Iterator[Ints]:
     if unit > 1 and packed.tolist() != tiers.order_H.tolist():
         orders.insert(0, packed)
     if tiers.by_speed:
-        # The first and the last stage often wait longest for their links, so fast hosts get one or both stages.
+        # The first and the last stage often wait longest for their links. So one or both get hosts with fast links.
         fast, slow = tiers.by_speed
         half = -(-len(fast) // 2)
         orders += [np.concatenate([fast, slow]), np.concatenate([fast[:half], slow, fast[half:]])]

@@ -474,7 +474,8 @@ class StageBench(Bench):
         if on_cpu:
             needed_bytes = int(HEAP_FACTOR * max(least_bytes, case.predicted_bytes))
         else:
-            # On a GPU an out-of-memory error is a valid result, so only stages whose weights cannot fit are left out.
+            # On a GPU an out-of-memory error is a valid result. So a stage is left out only if its weights, gradients
+            # and optimizer states cannot fit.
             needed_bytes += self.meter.overhead_bytes()
         with self.noting(words):
             self.check_free_memory(words, needed_bytes)

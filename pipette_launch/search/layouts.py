@@ -397,8 +397,9 @@ def _expert_degrees(rules: Rules, dense_D4: Ints, dropped: Counter[str]) -> tupl
                         break
 
     lists = SharedLists(legal, width=3)
-    # Expert degrees depend on the ranks of a stage, on TP only if ETP equals TP, on DP only in rank order tp-pp-dp.
-    follows, asks = not job.model.num_experts, any(layout_axes.rank_orders(job))
+    # Expert degrees depend on the ranks of a stage, and on DP only in rank order tp-pp-dp. They depend on TP without
+    # experts, and before Megatron 0.19, when ETP may have to equal TP.
+    follows, asks = not job.model.num_experts or rules.release < (0, 19), any(layout_axes.rank_orders(job))
     keys = (
         (pp, tp * dp * cp, tp if follows else 1, dp if asks else tp * dp * cp // (tp if follows else 1))
         for tp, pp, dp, cp in dense_D4.tolist()

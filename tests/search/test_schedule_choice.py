@@ -77,7 +77,7 @@ def test_layers_of_transformer_engine_are_not_split() -> None:
 def test_layers_of_transformer_engine_run_whole_backwards() -> None:
     """Without a split backward a folded pipeline is considered too, and the document names the same schedules."""
     page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
-    sentence = page.partition("With these layers, a plan considers only")[2].partition(".")[0]
+    sentence = page.partition("With layers of Transformer Engine, a plan considers only")[2].partition(".")[0]
     considered = {
         way.name
         for own in (Layout(pp=4), Layout(pp=4, vpp=2))

@@ -174,6 +174,7 @@ def played(
         _playing.clear()
 
 
+INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 CACHES = ("__pycache__", ".cache", ".triton", ".nv", "torchinductor_")
 """Beginnings of names of folders in which compilers keep their results."""
 _CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.link", "os.truncate", "shutil.rmtree"}
@@ -195,7 +196,8 @@ def _guard(event: str, args: tuple[Any, ...]) -> None:
 
 def _check(path: Any) -> None:
     whole = Path(os.fsdecode(path)).absolute()
-    is_ours = whole.is_relative_to(_folders[0]) or whole.parts[1:2] in (("dev",), ("proc",))
+    caches = (value for name, value in os.environ.items() if "CACHE" in name and value.startswith("/"))
+    is_ours = whole.parts[1:2] in (("dev",), ("proc",)) or any(map(whole.is_relative_to, (_folders[0], *caches)))
     if not is_ours and not any(part.startswith(CACHES) for part in whole.parts):
         raise PermissionError(f"{whole}: the script is only measured, so it changes no file")
 
@@ -221,6 +223,8 @@ def _guarded() -> Iterator[None]:
 @contextlib.contextmanager
 def _as_rank(rank: int, world_size: int) -> Iterator[None]:
     """Give the program torchrun's variables and an empty standard input; restore signal handlers at the end."""
+    # In a container, the user may have no name.
+    user = os.environ.get("LOGNAME") or os.environ.get("USER") or os.getuid()
     variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -229,6 +233,8 @@ def _as_rank(rank: int, world_size: int) -> Iterator[None]:
         # The script must not wait for downloads or for a logging service, because only one rank runs.
         "HF_HUB_OFFLINE": "1",
         "WANDB_MODE": "disabled",
+        # torch's compiler would otherwise keep its results in the program's temporary folder, which is deleted.
+        INDUCTOR: os.environ.get(INDUCTOR) or f"{tempfile.gettempdir()}/torchinductor_{user}",
     }
     before = {name: os.environ.get(name) for name in variables}
     argv, path, main, stdin = list(sys.argv), list(sys.path), sys.modules["__main__"], sys.stdin

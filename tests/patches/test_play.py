@@ -1,33 +1,15 @@
 """A training program is played as one rank up to its training steps, and leaves nothing behind."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-WORKER = Path(__file__).parent / "play_worker.py"
+from patches.findings import findings_of
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Results of a separate process, so that this process has no megatron-core and no process groups."""
-    worker = subprocess.run(
-        [sys.executable, str(WORKER), str(tmp_path_factory.mktemp("scripts"))],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'patches'}", "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert 0 == worker.returncode, worker.stderr
-    result: dict[str, Any] = json.loads(worker.stdout.splitlines()[-1])
-    return result
+    return findings_of("play_worker.py", str(tmp_path_factory.mktemp("scripts")))
 
 
 def test_a_trainer_of_ones_own_runs_its_steps_as_one_rank(found: dict[str, Any]) -> None:

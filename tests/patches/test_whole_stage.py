@@ -1,40 +1,23 @@
 """A whole stage with real tensors holds the bytes of a count by hand and of abstract execution."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from newest import with_gap_since_019
+from patches.findings import findings_of
 from patches.stage_cases import CASES, SHARDED, job_of
 
 from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.memory.abstract_execution import Executor
 from pipette_launch.cost.memory.peak import MemoryParts, peak_memory_bytes
 
-ROOT = Path(__file__).parents[2]
 HALF_GRADIENTS = "Megatron-FSDP keeps gradients in the type of the weights, in bf16 half as large as in the formula"
-WORKER = Path(__file__).with_name("stage_worker.py")
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """Results of a separate process, so that this process has no megatron-core and no process groups."""
-    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "patches", "tests"))
-    worker = subprocess.run(
-        [sys.executable, str(WORKER)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert 0 == worker.returncode, worker.stderr
-    result: dict[str, Any] = json.loads(worker.stdout.splitlines()[-1])
-    return result
+    return findings_of("stage_worker.py", timeout_s=300, TORCHDYNAMO_DISABLE="1")
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("experts", "fp16")])

@@ -1,39 +1,21 @@
 """The measured parts are Megatron's own, and together they are the whole model."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from facts_for_tests import fine_grained_model, tiny_model
+from patches.findings import findings_of
 
 from pipette_launch.cost.layers.ends import depth_parameters
 from pipette_launch.cost.layers.kinds import kind_parameters
 from pipette_launch.cost.layers.parameters import word_embedding_parameters
 from pipette_launch.facts import Layout
 
-ROOT = Path(__file__).parents[2]
-WORKER = Path(__file__).parents[0] / "workload_worker.py"
-
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """Results of a separate process, so that this process has no megatron-core and no process groups."""
-    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "patches", "tests"))
-    worker = subprocess.run(
-        [sys.executable, str(WORKER)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert 0 == worker.returncode, worker.stderr
-    result: dict[str, Any] = json.loads(worker.stdout.splitlines()[-1])
-    return result
+    return findings_of("workload_worker.py")
 
 
 def test_a_first_case_imports_nothing(found: dict[str, Any]) -> None:

@@ -72,6 +72,7 @@ def probe_options(
     sizes = dict.fromkeys((len(hosts) if num_training is None else num_training, len(hosts)))
     legal = (base_layouts(job, world_size=size * devices, devices_per_host=devices, device_kind=kind) for size in sizes)
     cases = tuple(dict.fromkeys(case for one in legal for case in compute_cases(job.own, one.columns)))
+    script = own_script(options)
     return WarmupOrder(
         job=job,
         hosts=hosts,
@@ -89,8 +90,8 @@ def probe_options(
         budget_s=options.budget_s,
         conditions=tuple(conditions),
         # The training imports the megatron-core beside the script, so the warm-up must import the same megatron-core.
-        script=own_script(options),
-        script_arguments=options.script_arguments if own_script(options) else (),
+        script=script,
+        script_arguments=options.script_arguments if script else (),
         python_path=() if options.is_module else (str(Path(options.script).resolve().parent),),
     )
 

@@ -13,7 +13,7 @@ from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Job, Layout
 from pipette_launch.facts.accelerators import compute_capability
 from pipette_launch.megatron.chunks import PATTERN_DESTS, RATIO_DESTS, SPLIT_DESTS
-from pipette_launch.megatron.flags import Arguments, newest_release
+from pipette_launch.megatron.flags import Arguments, flag_table, newest_release
 from pipette_launch.megatron.layout import known_dest, write_arguments
 
 _BLACKWELL = 10
@@ -165,6 +165,11 @@ def trial_arguments(arguments: Sequence[str], version: str) -> TrialWords:
     return TrialWords(tried.words, max(WARM_UPS, capture_warm_ups))
 
 
+def forces_balance(job: Job) -> bool:
+    """Return whether Megatron-LM's trainer can choose the experts of this job at random."""
+    return bool(job.model.num_experts) and FORCED_BALANCE in flag_table(job.megatron_version)
+
+
 def played_arguments(
     arguments: Sequence[str], *, job: Job, layout: Layout, mocks_data: bool, single_layers: bool
 ) -> tuple[str, ...]:
@@ -181,7 +186,7 @@ def played_arguments(
     written = given.without(*(dest for dest in dests if re.fullmatch(gone, dest)))
     if mocks_data:
         written = written.with_flag("--mock-data").with_value("num_workers", 0)
-        if job.model.num_experts and FORCED_BALANCE in given.table:
+        if forces_balance(job):
             written = written.with_flag(FORCED_BALANCE)
     if single_layers:
         model = job.model

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipette_launch.facts import Job, Layout
 from pipette_launch.facts.job import PRECISION
-from pipette_launch.megatron.script import FORCED_BALANCE, played_arguments
+from pipette_launch.megatron.script import FORCED_BALANCE, forces_balance, played_arguments
 from pipette_launch.probe.messages import WarmupOrder
 from pipette_patches.play import run_script
 from pipette_patches.run import Program
@@ -46,7 +46,7 @@ class OwnScript:
 
     def notes(self, job: Job) -> list[str]:
         """Return a sentence on routing if the script's routers choose experts at random while they are measured."""
-        if not (self.mocks_data and job.model.num_experts):
+        if not (self.mocks_data and forces_balance(job)):
             return []
         return [f"compute: every expert got about as many tokens while it was measured ({FORCED_BALANCE})"]
 

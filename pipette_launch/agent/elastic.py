@@ -21,6 +21,7 @@ from torch.distributed import Store, TCPStore
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import api as multiprocessing
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous import registry
 from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -62,6 +63,7 @@ class PipetteAgent(LocalElasticAgent):
         *args: Any,
         controller: Controller,
         rendezvous_settings: rendezvous.RendezvousSettings,
+        termination: signals.Termination,
         **kwargs: Any,
     ) -> None:
         # If TORCH_ELASTIC_WORKER_IDENTICAL is set, torch assumes equal nodes, and assigns ranks without asking the
@@ -74,6 +76,7 @@ class PipetteAgent(LocalElasticAgent):
         super().__init__(spec, logs_specs, *args, **kwargs)
         self._controller = controller
         self._rendezvous_settings = rendezvous_settings
+        self._termination = termination
         self._user_logs = logs_specs
         self._base_environment = dict(os.environ)
         self._address = spec.local_addr or rendezvous_settings.own_address()
@@ -236,6 +239,7 @@ class PipetteAgent(LocalElasticAgent):
         self._close_streams()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._termination.check()
         decision, round_store = self._current()
         if decision.phase == "trial" or (decision.phase == "warmup" and self._bindings):
             return self._monitor_before_training(worker_group)
@@ -385,15 +389,19 @@ def run(
     rendezvous_handler.await_store(settings)
     controller = make_controller(settings)
     agent: PipetteAgent | None = None
+    termination = signals.Termination()
 
     def make_agent(*words: Any, **more: Any) -> PipetteAgent:
         nonlocal agent
-        agent = PipetteAgent(*words, **more, controller=controller, rendezvous_settings=settings)
+        agent = PipetteAgent(
+            *words, **more, controller=controller, rendezvous_settings=settings, termination=termination
+        )
         return agent
 
     with (
         signals.ended(lambda: _running(agent) if agent else set()),
         signals.passed_on(lambda: bool(agent and agent.is_training), lambda: _workers(agent) if agent else None),
+        _in_place_of(multiprocessing, "_terminate_process_handler", termination.handle),
         _in_place_of(launcher, "LocalElasticAgent", make_agent),
         _in_place_of(registry, "get_rendezvous_handler", _explaining(registry.get_rendezvous_handler, settings, conf)),
     ):

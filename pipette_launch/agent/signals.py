@@ -105,6 +105,28 @@ def ended(workers: Callable[[], Collection[int]]) -> Iterator[None]:
             shell.communicate("\n")
 
 
+class Termination:
+    """The signal that told the launcher to end.
+
+    torch's handler raises an exception. Python drops an exception that a callback of a deleted object or a log handler
+    raises. So the agent also calls `check` whenever it looks at its workers.
+    """
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+
+    def handle(self, number: int, _frame: FrameType | None = None) -> None:
+        """Remember a signal and raise SignalException, as torch's handler does."""
+        self._number = number
+        self.check()
+
+    def check(self) -> None:
+        """Raise SignalException if a signal has come."""
+        if self._number is not None:
+            name = signal.Signals(self._number)
+            raise SignalException(f"Process {os.getpid()} got signal: {self._number}", sigval=name)
+
+
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 

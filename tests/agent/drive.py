@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import uuid
 from dataclasses import replace
@@ -23,6 +24,13 @@ from pipette_launch.facts import Choice, Layout, Plan, Provenance
 from pipette_launch.facts.messages import Decision, NodeRecord, TrialReport
 from pipette_launch.launch.hosts import unique_names
 from pipette_launch.planning import replan
+
+
+class SignalledWhileDeleted:
+    """Python drops the exception of the signal's handler."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
 
 
 class ScriptedController(Controller):
@@ -139,6 +147,13 @@ class ScriptedController(Controller):
         """Return the measurements of another node."""
         text = self.measured_path.read_text()
         return "" if text == f"measured by {self.host}" else text
+
+    @property
+    def slowed(self) -> str:
+        """Asked at each look at the workers; a node that loses a signal gets it while an object is deleted."""
+        if self.host in self.table.pop("loses_signal", ()):
+            SignalledWhileDeleted()
+        return ""
 
     def show(self, decision: Decision, *, speaks: bool) -> None:
         if speaks:

@@ -183,6 +183,21 @@ def test_a_signal_ends_an_agent_on_standby_at_once(tmp_path: Path) -> None:
     assert took_s < 15
 
 
+def test_a_lost_signal_ends_an_agent_on_standby(tmp_path: Path) -> None:
+    """Python drops the exception of a signal that comes while an object is deleted; the agent ends all the same."""
+    script = "import pathlib, sys, time\nwhile not (pathlib.Path(sys.argv[1]) / 'go').exists():\n    time.sleep(0.05)\n"
+    table = {"placements": [[0]], "standby": ["b"], "loses_signal": ["b"]}
+
+    agents = nodes(tmp_path, "ab", table, {}, script=script)
+    agents["b"].wait(timeout=100)
+    (tmp_path / "go").touch()
+    codes, texts = ends(agents)
+
+    assert {"a": 0, "b": 1} == codes, texts
+    assert "Exception ignored in" in texts["b"]
+    assert "got signal: 15" in texts["b"]
+
+
 def test_a_failed_job_fails_on_standby_too(tmp_path: Path) -> None:
     """With the reason of the node on which it failed."""
     table = {"placements": [[0]], "standby": ["a"]}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from pipette_launch.agent.signals import PASSED_ON, passed_on
+from pipette_launch.agent.signals import PASSED_ON, Termination, passed_on
 from tests.end_to_end import jobs
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
@@ -129,6 +129,28 @@ def test_the_phase_decides() -> None:
             os.kill(os.getpid(), signal.SIGUSR2)
 
     assert before == [signal.getsignal(number) for number in PASSED_ON]
+
+
+def test_a_signal_is_remembered_if_python_drops_its_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A callback that runs while an object is deleted can lose the exception, but the next look raises it again."""
+    lost: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lost.append)
+    termination = Termination()
+    termination.check()
+    monkeypatch.setattr(Deleted, "__del__", lambda _self: termination.handle(signal.SIGTERM))
+
+    Deleted()
+
+    assert 1 == len(lost)
+    with pytest.raises(SignalException, match="got signal: 15") as raised:
+        termination.check()
+    assert signal.SIGTERM == raised.value.sigval
+
+
+class Deleted:
+    """An object that does something when it is deleted."""
+
+    def __del__(self) -> None: ...
 
 
 def test_an_ignored_signal_stays_ignored() -> None:

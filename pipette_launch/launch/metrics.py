@@ -39,7 +39,7 @@ ALIVE_S = 10.0
 PHASES = {"warmup": "warmup", "trial": "trials", "train": "training"}
 MEASURED = ("iteration", "iterations", "printed_s", "step_s", "tokens_per_s", "measured_memory_bytes")
 """Fields of the document that the node of the last rank reads from the output of the training."""
-OF_ATTEMPT = (*MEASURED[:-1], "warmup_phase", "warmup_done", "warmup_total", "warmup_phase_s")
+OF_ATTEMPT = (*MEASURED, "warmup_phase", "warmup_done", "warmup_total", "warmup_phase_s")
 """Fields of the document that are emptied at the start of each phase of the job."""
 EMPTY = LiveJob(read_s=0.0, written_s=0.0)
 ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})

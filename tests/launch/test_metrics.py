@@ -373,6 +373,19 @@ def test_what_another_node_measured_is_added(tmp_path: Path) -> None:
     assert read_job(path, 1.0).iteration is None
 
 
+def test_after_a_restart_another_node_measures(tmp_path: Path) -> None:
+    """The deciding node ran the last rank before the restart. Its memory peak then no longer counts."""
+    decides = kept(tmp_path)
+    decides.note(measured_memory_bytes=100)
+    decides.decided(TRAINING, Cache(tmp_path, "k"), decides=True)
+    assert read_job(tmp_path / "k" / KEPT, 1.0).measured_memory_bytes is None
+    other = kept(tmp_path, decides=False)
+    other.note(measured_memory_bytes=70)
+    other.refresh()
+
+    assert 70 == read_job(tmp_path / "k" / KEPT, 1.0).measured_memory_bytes
+
+
 def test_a_job_is_found_by_all_its_names(tmp_path: Path) -> None:
     """A cache means its newest job. A folder, its plan.json and its document mean the job of the folder."""
     for age, key in enumerate(("new", "old")):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -49,8 +50,20 @@ def start(
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'patches'}",
         "CUDA_VISIBLE_DEVICES": "4,5",
+        # Then `await_end` can ask a process that hangs for its stacks.
+        "PYTHONFAULTHANDLER": "1",
     }
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def await_end(agent: subprocess.Popen[str], *, most_s: float) -> None:
+    """Wait for an agent; one that hangs ends with the stacks of its threads."""
+    try:
+        agent.wait(timeout=most_s)
+    except subprocess.TimeoutExpired:
+        agent.send_signal(signal.SIGABRT)
+        out, err = agent.communicate(timeout=20)
+        raise AssertionError(f"still running after {most_s:g} s\n{out}\n{err}") from None
 
 
 def finish(*agents: subprocess.Popen[str]) -> tuple[list[int], str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent.test_elastic import ALONE, WARMUP, finish, free_port, seen, start
+from agent.test_elastic import ALONE, WARMUP, await_end, finish, free_port, seen, start
 from torch.distributed import HashStore
 
 from pipette_launch.agent.phases import FirstIteration
@@ -170,7 +170,7 @@ def test_a_signal_ends_an_agent_on_standby_at_once(tmp_path: Path) -> None:
 
     agents["b"].terminate()
     sent_s = time.monotonic()
-    agents["b"].wait(timeout=60)
+    await_end(agents["b"], most_s=60)
     took_s = time.monotonic() - sent_s
     others = agents["a"].poll()
     (tmp_path / "go").touch()
@@ -189,7 +189,7 @@ def test_a_lost_signal_ends_an_agent_on_standby(tmp_path: Path) -> None:
     table = {"placements": [[0]], "standby": ["b"], "loses_signal": ["b"]}
 
     agents = nodes(tmp_path, "ab", table, {}, script=script)
-    agents["b"].wait(timeout=100)
+    await_end(agents["b"], most_s=60)
     (tmp_path / "go").touch()
     codes, texts = ends(agents)
 

@@ -26,10 +26,9 @@ from benchmarks.mapping.swap_annealing import annealed
 from benchmarks.mapping.tiles import best_tiled
 from benchmarks.rivals import pipette_annealer
 from benchmarks.telling import processor, shown
-from pipette_launch.search.assignment.descent import descend
-from pipette_launch.search.assignment.problem import Flows
-from pipette_launch.search.near_hosts import tiers_of
+from pipette_launch.search.assignment.descent import Flows, descend
 from pipette_launch.search.placement import DESCENT_STEPS, NEAR
+from pipette_launch.search.slots import tiers_of
 
 RESULTS = Path(__file__).parent / "results"
 TARGETS_MS = {2: 232.381, 4: 116.735, 8: 72.422, 16: 77.3007}

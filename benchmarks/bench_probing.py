@@ -29,8 +29,8 @@ from benchmarks.telling import processor, shown
 from pipette_launch.facts import Links
 from pipette_launch.probe.links.selection import MOST_ROUNDS, Line, Pair, Place, Round, blind_rounds, estimate, survey
 from pipette_launch.probe.messages import BLIND_ROUNDS
-from pipette_launch.search.assignment.problem import Flows
-from pipette_launch.search.near_hosts import tiers_of
+from pipette_launch.search.assignment.descent import Flows
+from pipette_launch.search.slots import tiers_of
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from screens import NEW, OLD, SCREENS, choice, plan, shown
 
 from pipette_launch.facts import Layout, Samples
-from pipette_launch.facts.known_schedules import interleaved_zero_bubble
 from pipette_launch.facts.outcome import Outcome, PeakReading
 from pipette_launch.facts.plan import Rate, Setting
-from pipette_launch.facts.schedule import ScheduleFile
+from pipette_launch.facts.schedule import ScheduleFile, interleaved_zero_bubble
 from pipette_launch.report import outcome_line
 from pipette_launch.report.plan import plan_file_screen, rank_ranges
 from pipette_launch.report.screen import arguments_diff

@@ -18,7 +18,7 @@ from benchmarks.rivals import amp, pipette_planner
 from benchmarks.rivals.inputs import Array, UnitPrices, slot_of_rank
 from benchmarks.rivals.pipette_planner import Messages
 from benchmarks.rivals.varuna import Priority, VarunaPrices
-from pipette_launch.cost.communication.groups import Groups, rank_grid
+from pipette_launch.cost.communication.exchanges import Groups, rank_grid
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.job import Job

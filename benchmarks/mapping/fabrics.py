@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.facts import Links
-from pipette_launch.search.assignment.problem import Flows
+from pipette_launch.search.assignment.descent import Flows
 
 LEAF, POD = 16, 8
 TIERS = (1.0, 0.8, 0.6)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipette_launch.search.assignment.descent import views
-from pipette_launch.search.assignment.problem import Floats, Flows, Ints
+from pipette_launch.search.assignment.descent import Floats, Flows, Ints, views
 
 SOFTENINGS = np.geomspace(0.1, 1e-4, 13)
 """Entropy of the assignment while its prices are sought, in parts of the costs' spread."""

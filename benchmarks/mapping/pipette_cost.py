@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.planners.machines import MEASURED
-from pipette_launch.search.assignment.problem import Flows
+from pipette_launch.search.assignment.descent import Flows
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

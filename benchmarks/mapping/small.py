@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.mapping.pipette_cost import Floats, Ints, PipetteCost
-from pipette_launch.search.assignment.problem import Flows
+from pipette_launch.search.assignment.descent import Flows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

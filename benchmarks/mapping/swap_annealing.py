@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipette_launch.search.assignment.descent import Position, SwapPrices
-from pipette_launch.search.assignment.problem import Arrangement, Flows, Ints
+from pipette_launch.search.assignment.descent import Arrangement, Flows, Ints, Position, SwapPrices
 
 NEAREST = 8
 """Number of near places from which an informed proposal chooses."""

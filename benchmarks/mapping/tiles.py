@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipette_launch.search.assignment.problem import Floats, Flows, Ints
-from pipette_launch.search.near_hosts import Tiers
+from pipette_launch.search.assignment.descent import Floats, Flows, Ints
+from pipette_launch.search.slots import Tiers
 
 MOST = 64
 """Starts that are priced at most."""

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from benchmarks.rivals.inputs import Array, UnitPrices, Units, slot_of_rank
 from benchmarks.rivals.pick import Pick, PlannerOptions, divisors, ranked, tensor_sizes, torchrun_order, variant
-from pipette_launch.cost.communication.groups import rank_grid
+from pipette_launch.cost.communication.exchanges import rank_grid
 from pipette_launch.errors import FactError
 from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.job import Job

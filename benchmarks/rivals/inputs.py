@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.collectives import Fabric
-from pipette_launch.cost.communication.exchanges import exchanges
-from pipette_launch.cost.communication.groups import Groups
+from pipette_launch.cost.communication.exchanges import Groups, exchanges
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers.passes import Collective
 from pipette_launch.errors import PlanError

@@ -27,7 +27,7 @@ from benchmarks.rivals.inputs import UnitPrices, slot_of_rank
 from benchmarks.rivals.pick import Pick, Placement, PlannerOptions, Ranking, divisors, ranked, variant
 from benchmarks.rivals.varuna_schedule import PipelineTimes, makespan_s
 from pipette_launch.cost.communication.collectives import Fabric
-from pipette_launch.cost.communication.groups import Groups
+from pipette_launch.cost.communication.exchanges import Groups
 from pipette_launch.cost.layers import ends, kinds
 from pipette_launch.cost.layers.block import residual_bytes
 from pipette_launch.cost.layers.parameters import gradient_bytes_per_parameter, optimizer_bytes, stage_parameters

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pipette_launch.facts import Cell, Job, Layout
-from pipette_launch.facts.known_schedules import num_warmup, schedule_table
+from pipette_launch.facts.schedule import num_warmup, schedule_table
 from pipette_patches import megatron_config
 from pipette_patches.megatron_config import flags
 from pipette_patches.play import Stop, played

@@ -207,7 +207,7 @@ def options_from(args: Namespace, *, advice: str = "") -> Options:
     `advice` is the end of the error message that is printed if more launchers than nodes run.
     """
     from pipette_launch.agent.rendezvous import check_meeting
-    from pipette_launch.facts.known_schedules import schedule_names
+    from pipette_launch.facts.schedule import schedule_names
     from pipette_launch.launch.options import Options
     from pipette_launch.megatron import fixed_fields
 

@@ -21,8 +21,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.exchanges import collective_dimensions
-from pipette_launch.cost.communication.groups import Groups
+from pipette_launch.cost.communication.exchanges import Groups, collective_dimensions
 from pipette_launch.cost.compute.carried_over import with_extrapolated_times
 from pipette_launch.cost.layers.parameters import has_two_embeddings
 from pipette_launch.errors import PipetteError, PlanError

@@ -21,9 +21,9 @@ from pipette_launch.errors import OptionError
 from pipette_launch.facts import Choice, Job, Layout, Measurements, Plan, Provenance, Setting
 from pipette_launch.facts.fabric import FabricSpec
 from pipette_launch.facts.known_devices import DeviceFile
-from pipette_launch.facts.known_schedules import schedule_names
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.facts.plan import in_order_of
+from pipette_launch.facts.schedule import schedule_names
 from pipette_launch.planning.machines import TargetMachines, checked_words, machines_of
 from pipette_launch.planning.plan_key import plan_key
 from pipette_launch.search.candidates import SearchInputs

@@ -22,8 +22,18 @@ from pipette_launch.facts import Layout, Links
 from pipette_launch.facts.cluster import in_device_order, shared_order
 from pipette_launch.facts.layout import Ints
 from pipette_launch.search.assignment.descent import descend
-from pipette_launch.search.near_hosts import distances_s, nearest, tiers_of
-from pipette_launch.search.slots import IsLate, Placed, Placement, PlacementProblem, Slots, faster, starts
+from pipette_launch.search.slots import (
+    IsLate,
+    Placed,
+    Placement,
+    PlacementProblem,
+    Slots,
+    distances_s,
+    faster,
+    nearest,
+    starts,
+    tiers_of,
+)
 from pipette_launch.search.step_model import linearise
 
 ROUNDS = 4

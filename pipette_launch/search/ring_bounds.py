@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from pipette_launch.cost.communication.collectives import Scale, chunk_share, num_steps, spanning_tree
-from pipette_launch.cost.communication.groups import group_sizes
+from pipette_launch.cost.communication.exchanges import group_sizes
 from pipette_launch.cost.layers.parameters import experts_lie_in_stages
 from pipette_launch.cost.layers.passes import Collective
 from pipette_launch.cost.step.predictor import PlacementCost

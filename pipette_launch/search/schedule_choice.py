@@ -20,9 +20,16 @@ from pipette_launch.cost.pipeline.extra import SCHEDULES, most_kept, named_sched
 from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts import Choice, Cluster, Job, Layout, Recompute
 from pipette_launch.facts.job import flag_of
-from pipette_launch.facts.known_schedules import FOLDING_RELEASE, RELEASES, schedule_of
 from pipette_launch.facts.layout import NO_RECOMPUTE
-from pipette_launch.facts.schedule import PassTimes, Placement, Schedule, ScheduleFile
+from pipette_launch.facts.schedule import (
+    FOLDING_RELEASE,
+    RELEASES,
+    PassTimes,
+    Placement,
+    Schedule,
+    ScheduleFile,
+    schedule_of,
+)
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.candidates import Candidate, Promising, SearchInputs, placement_problem, price
 from pipette_launch.search.choose import choice_of

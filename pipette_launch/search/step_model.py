@@ -26,7 +26,7 @@ from pipette_launch.cost.step.assemble import StepEnd, gathers_in_forward, pipel
 from pipette_launch.cost.step.predictor import PlacementCost
 from pipette_launch.cost.step.work import LayoutWork, Prices
 from pipette_launch.facts.layout import Floats, Ints
-from pipette_launch.search.assignment.problem import Flows, ProblemBuilder
+from pipette_launch.search.assignment.descent import Flows, ProblemBuilder
 
 NUDGE = 0.05
 """To find the critical path through a slow stage, the stage is slowed by at least this share of its time."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from search.problems import any_flows, ring_and_path
 
 from benchmarks.mapping.gilmore_lawler import assignment_bound, gilmore_bound
-from pipette_launch.search.assignment.problem import Flows
+from pipette_launch.search.assignment.descent import Flows
 
 
 @given(st.integers(0, 10_000), st.integers(2, 6))

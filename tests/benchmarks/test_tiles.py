@@ -9,7 +9,7 @@ from search.problems import ring_and_path
 
 from benchmarks.mapping import tiles
 from benchmarks.mapping.tiles import best_tiled, tiled
-from pipette_launch.search.near_hosts import Tiers
+from pipette_launch.search.slots import Tiers
 
 
 @given(st.integers(1, 8), st.integers(1, 9), st.lists(st.tuples(st.integers(1, 8), st.integers(1, 9)), max_size=3))

@@ -22,7 +22,7 @@ from pipette_launch.errors import UsageError
 from pipette_launch.facts import Plan, files
 from pipette_launch.facts.measurements import StageReading, memory_digest
 from pipette_launch.launch.cache import named_plan
-from pipette_launch.report.page import choices
+from pipette_launch.report.page import page
 from pipette_launch.report.plan import plan_file_screen
 from pipette_launch.report.screen import changed_flags
 from pipette_launch.text import seconds_text
@@ -332,8 +332,8 @@ def test_what_stands_in_for_a_refused_layout_is_not_shown_as_yours(
     """The plan has the reason of the refusal, names the stand-in in a note, and no screen calls it yours."""
     code, out, _ = answer(f"plan --json --gpu h100-sxm --nodes 1 --budget 0.5 --fix overlap {JOB} {words}", capsys)
     plan = files.loads(Plan, out, "stdout")
-    screens = [plan_file_screen(plan, title="pipette plan", saved_to=None), str(choices.what_changes(plan))]
-    screens += [str(choices.alternatives(plan)), str(choices.step_parts(plan))]
+    screens = [plan_file_screen(plan, title="pipette plan", saved_to=None), str(page.what_changes(plan))]
+    screens += [str(page.alternatives(plan)), str(page.step_parts(plan))]
 
     assert 0 == code
     assert plan.own_fault.startswith(reason)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipette_launch.facts.known_schedules import interleaved, num_warmup, schedule_table
+from pipette_launch.facts.schedule import interleaved, num_warmup, schedule_table
 
 schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules", reason="needs megatron-core")
 

@@ -10,8 +10,7 @@ from end_to_end import jobs
 from end_to_end.jobs import MODEL, TRAINER, finish, pipette, plan, plan_file, start, torchrun
 
 from pipette_launch.facts import Layout, Plan
-from pipette_launch.facts.known_schedules import interleaved_zero_bubble
-from pipette_launch.facts.schedule import ScheduleFile
+from pipette_launch.facts.schedule import ScheduleFile, interleaved_zero_bubble
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.processes]
 STEPS = ["--train-iters", "4", "--eval-interval", "2", "--eval-iters", "1"]

@@ -16,16 +16,6 @@ from schedule_words import from_words, peak_live, to_words
 from pipette_launch.cost.pipeline.extra import SCHEDULES, named_schedule
 from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts import files
-from pipette_launch.facts.known_schedules import (
-    eager_one_forward_one_backward,
-    gpipe,
-    grouped_split,
-    interleaved,
-    interleaved_zero_bubble,
-    no_pipelining,
-    one_forward_one_backward,
-    schedule_of,
-)
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.schedule import (
     Action,
@@ -35,10 +25,18 @@ from pipette_launch.facts.schedule import (
     Schedule,
     ScheduleFile,
     action_of,
+    eager_one_forward_one_backward,
     forward_passes,
+    gpipe,
+    grouped_split,
+    interleaved,
+    interleaved_zero_bubble,
     message_to,
+    no_pipelining,
+    one_forward_one_backward,
     programs,
     rank_of,
+    schedule_of,
     words,
 )
 

@@ -29,7 +29,6 @@ from pipette_launch.facts import Layout, Samples, files
 from pipette_launch.facts.fabric import FabricSpec, Tier
 from pipette_launch.facts.health import Checkup, Finding, Verdict
 from pipette_launch.facts.known_devices import DeviceFiles, file_of, known_devices
-from pipette_launch.facts.known_schedules import one_forward_one_backward
 from pipette_launch.facts.messages import (
     Advice,
     Arrival,
@@ -45,7 +44,7 @@ from pipette_launch.facts.messages import (
 from pipette_launch.facts.outcome import LiveJob, Outcome, PeakReading
 from pipette_launch.facts.plan import Shortage
 from pipette_launch.facts.prediction import Comparison, Entry, Explained, Explanation
-from pipette_launch.facts.schedule import ScheduleFile
+from pipette_launch.facts.schedule import ScheduleFile, one_forward_one_backward
 from pipette_launch.launch.plan_reports import read_profile
 from pipette_launch.launch.training import OutcomeTracker
 from pipette_launch.megatron import read_job

@@ -13,9 +13,8 @@ from launch.worlds import plan
 
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import ComputeCase, Layout, files
-from pipette_launch.facts.known_schedules import interleaved_zero_bubble
 from pipette_launch.facts.messages import Decision
-from pipette_launch.facts.schedule import ScheduleFile
+from pipette_launch.facts.schedule import ScheduleFile, interleaved_zero_bubble
 from pipette_launch.launch.commands import SIZE_LIMITS_BYTES, message_sizes_bytes, probe_options, training
 from pipette_launch.launch.options import Options
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipette_launch.cost.communication.exchanges import LayerCounts, exchanges_of, step_traffic
-from pipette_launch.cost.communication.groups import group_sizes
+from pipette_launch.cost.communication.exchanges import LayerCounts, exchanges_of, group_sizes, step_traffic
 from pipette_launch.cost.layers.block import FP32_BYTES, Sizes, recompute_modules, residual_bytes
 from pipette_launch.cost.layers.mlp import Experts
 from pipette_launch.cost.layers.parameters import (

@@ -16,9 +16,15 @@ from hypothesis import strategies as st
 from pages import drawn, many_hosts
 
 from pipette_launch.errors import PipetteError
-from pipette_launch.report.page.choices import front, what_changes
-from pipette_launch.report.page.machines import _matrix, links_view, placement_view
-from pipette_launch.report.page.page import plan_page, with_outcome
+from pipette_launch.report.page.page import (
+    _matrix,
+    front,
+    links_view,
+    placement_view,
+    plan_page,
+    what_changes,
+    with_outcome,
+)
 from pipette_launch.report.page.tables_and_bars import Axis, stages_drawn
 from pipette_launch.text import bytes_text, seconds_text
 

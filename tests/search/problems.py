@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.search.assignment.problem import Flows
+from pipette_launch.search.assignment.descent import Flows
 
 
 def any_flows(rng: np.random.Generator, seats: int) -> Flows:

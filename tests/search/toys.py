@@ -9,7 +9,7 @@ import numpy as np
 from facts_for_tests import groups_of
 
 from pipette_launch.facts import Layout
-from pipette_launch.search.assignment.problem import Floats, Ints
+from pipette_launch.search.assignment.descent import Floats, Ints
 
 Distances = tuple[tuple[float, ...], ...]
 

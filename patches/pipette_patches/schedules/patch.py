@@ -27,8 +27,17 @@ from packaging.version import Version
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts import files
-from pipette_launch.facts.known_schedules import FOLDING_RELEASE, RELEASES
-from pipette_launch.facts.schedule import VARIABLE, Message, Program, Schedule, ScheduleFile, forward_passes, programs
+from pipette_launch.facts.schedule import (
+    FOLDING_RELEASE,
+    RELEASES,
+    VARIABLE,
+    Message,
+    Program,
+    Schedule,
+    ScheduleFile,
+    forward_passes,
+    programs,
+)
 from pipette_patches.replacements import Patch, PatchError, Replacement, in_module, megatron_core_version, wrapping
 from pipette_patches.schedules import executor, v_placement
 

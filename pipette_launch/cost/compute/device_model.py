@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipette_launch.cost.communication.collectives import chunk_share, num_steps
-from pipette_launch.cost.communication.groups import group_sizes
+from pipette_launch.cost.communication.exchanges import group_sizes
 from pipette_launch.cost.layers.attention import Attention, is_flash
 from pipette_launch.cost.layers.ends import depth_loads, embedding_loads, head_loads
 from pipette_launch.cost.layers.kinds import KINDS, kind_loads

@@ -29,8 +29,8 @@ from pipette_launch.cost.layers.attention import Attention, is_flash
 from pipette_launch.cost.layers.block import recompute_modules
 from pipette_launch.cost.layers.mlp import Experts
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.known_schedules import num_warmup, schedule_table
 from pipette_launch.facts.layout import Field, Ints, Layout, LayoutColumns, codes_of
+from pipette_launch.facts.schedule import num_warmup, schedule_table
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.text import bytes_text, plural
 

@@ -17,9 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.known_schedules import check_interleaving, num_warmup
 from pipette_launch.facts.layout import Floats, Ints, Layout
-from pipette_launch.facts.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Columns, PassTimes, Schedule, positions
+from pipette_launch.facts.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Columns,
+    PassTimes,
+    Schedule,
+    check_interleaving,
+    num_warmup,
+    positions,
+)
 from pipette_launch.installed import compiled
 
 NANOSECOND_S = 1e-9

@@ -14,8 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from pipette_launch.cost.communication.collectives import Fabric, Routes
-from pipette_launch.cost.communication.exchanges import loss_report_bytes
-from pipette_launch.cost.communication.groups import Groups, group_sizes
+from pipette_launch.cost.communication.exchanges import Groups, group_sizes, loss_report_bytes
 from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers.parameters import OnceAStep, sharding_of

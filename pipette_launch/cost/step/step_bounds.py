@@ -31,10 +31,10 @@ from pipette_launch.cost.communication.exchanges import (
     LayerCounts,
     aligns_gathers,
     exchanges_of,
+    group_sizes,
     meets_receivers,
     num_buckets,
 )
-from pipette_launch.cost.communication.groups import group_sizes
 from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers import parameters

@@ -27,8 +27,8 @@ from pipette_launch.cost.memory.peak import (
 )
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
-from pipette_launch.facts.known_schedules import schedule_of
 from pipette_launch.facts.layout import LayoutColumns, codes_of
+from pipette_launch.facts.schedule import schedule_of
 
 FULL_UNIFORM = Recompute(granularity="full", method="uniform", num_layers=1)
 KEPT = 32 * 2048 + 4 * 4 * 32

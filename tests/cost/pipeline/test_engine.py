@@ -19,7 +19,8 @@ from pipette_launch.cost.pipeline import engine
 from pipette_launch.cost.pipeline.engine import Engine, Order, StageTimes, critical_counts, engine_of, simulate
 from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts import Layout
-from pipette_launch.facts.known_schedules import (
+from pipette_launch.facts.schedule import (
+    Schedule,
     eager_one_forward_one_backward,
     gpipe,
     grouped_split,
@@ -29,7 +30,6 @@ from pipette_launch.facts.known_schedules import (
     one_forward_one_backward,
     schedule_of,
 )
-from pipette_launch.facts.schedule import Schedule
 
 
 @st.composite

@@ -26,7 +26,7 @@ from pipette_launch.cost.step.assemble import (
 )
 from pipette_launch.cost.step.work import LayoutWork, Prices
 from pipette_launch.facts import Batch, Layout
-from pipette_launch.facts.known_schedules import schedule_of
+from pipette_launch.facts.schedule import schedule_of
 
 
 def test_undominated_replicas_by_hand() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from search.worlds import on_gpus
 
-from pipette_launch.cost.communication.groups import Groups
+from pipette_launch.cost.communication.exchanges import Groups
 from pipette_launch.cost.pipeline.extra import named_schedule
 from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor
 from pipette_launch.errors import PlanError

@@ -27,14 +27,6 @@ from pipette_launch.cost.pipeline.extra.drafts import (
     zero_bubble,
 )
 from pipette_launch.errors import FactError, LayoutError
-from pipette_launch.facts.known_schedules import (
-    eager_one_forward_one_backward,
-    gpipe,
-    grouped_split,
-    interleaved,
-    interleaved_zero_bubble,
-    one_forward_one_backward,
-)
 from pipette_launch.facts.layout import Floats, Ints
 from pipette_launch.facts.schedule import (
     Action,
@@ -42,7 +34,13 @@ from pipette_launch.facts.schedule import (
     Placement,
     Program,
     Schedule,
+    eager_one_forward_one_backward,
+    gpipe,
+    grouped_split,
+    interleaved,
+    interleaved_zero_bubble,
     message_to,
+    one_forward_one_backward,
     programs,
     rank_of,
 )

@@ -26,7 +26,7 @@ from pipette_launch.cost.pipeline.extra.drafts import (
     zero_bubble,
 )
 from pipette_launch.errors import FactError
-from pipette_launch.facts.known_schedules import grouped_split, interleaved_zero_bubble, one_forward_one_backward
+from pipette_launch.facts.schedule import grouped_split, interleaved_zero_bubble, one_forward_one_backward
 
 V_NAMES = ("v-zb", "v-half", "v-min", "1f1b-v")
 

@@ -21,9 +21,8 @@ from pipette_launch.cost.pipeline import engine
 from pipette_launch.cost.pipeline.engine import Engine, StageTimes, critical_counts, simulate
 from pipette_launch.cost.pipeline.extra import SCHEDULES, StreamEngine, named_schedule, peak_live_bytes
 from pipette_launch.errors import FactError, LayoutError
-from pipette_launch.facts.known_schedules import gpipe, interleaved_zero_bubble, schedule_of
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.schedule import Schedule, programs
+from pipette_launch.facts.schedule import Schedule, gpipe, interleaved_zero_bubble, programs, schedule_of
 
 CHUNKS = {"one": 1, "two": 2, "several": 3}
 

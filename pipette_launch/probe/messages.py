@@ -110,18 +110,8 @@ class WarmupOrder(HostsOfJob):
         if not self.hosts or len({len(host.devices) for host in self.hosts}) != 1:
             counts = ", ".join(f"{host.name}: {len(host.devices)}" for host in self.hosts)
             raise FactError(f"the warm-up needs hosts with equally many devices, got {counts or 'no hosts'}")
-        if self.conditions and len(self.conditions) != self.num_slots:
-            raise FactError(f"{len(self.conditions)} conditions for {self.num_slots} slots")
         if not self.cases:
             raise FactError("the warm-up needs at least one compute case, its reference")
-        sizes = self.message_sizes_bytes
-        if len(set(sizes)) < MIN_SIZES or list(sizes) != sorted(sizes) or sizes[0] < 1:
-            raise FactError(f"message_sizes_bytes needs at least {MIN_SIZES} sizes, ascending, got {sizes}")
-        if not (self.budget_s > 0 and self.timeout_s > 0 and self.repeats > 0 and self.warmups >= 0):
-            raise FactError(
-                f"budget_s={self.budget_s}, timeout_s={self.timeout_s}, repeats={self.repeats} must be above 0 "
-                f"and warmups={self.warmups} at least 0"
-            )
 
     def dimensions(self) -> tuple[Dimension, ...]:
         """Return the groups of slots whose collectives are timed without an adviser.

@@ -13,7 +13,6 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TypeVar
 
-from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Job, ModelSpec, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE, MemoryOptions
 from pipette_launch.megatron.chunks import Split
@@ -33,10 +32,6 @@ class LayerSeconds:
     """Seconds of the embedding, which lies on the first stage."""
     last_s: float
     """Seconds of the head, the loss and multi-token prediction, which lie on the last stage."""
-
-    def __post_init__(self) -> None:
-        if not self.layers_s or min(*self.layers_s, self.first_s, self.last_s) < 0 or max(self.layers_s) <= 0:
-            raise LayoutError("layers need times that are not negative")
 
 
 def by_parts(model: ModelSpec, parts_s: Mapping[str, float]) -> LayerSeconds:

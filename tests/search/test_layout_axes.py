@@ -17,7 +17,6 @@ from search.legal import variants
 
 from pipette_launch.cost.memory.peak import MemoryColumns, peak_memory_bytes, peak_memory_columns
 from pipette_launch.cost.step.predictor import Predictor
-from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Batch, HybridLayers, Job, Layout
 from pipette_launch.facts.model import LatentAttention
 from pipette_launch.search import layouts as enumeration
@@ -129,13 +128,6 @@ def test_a_depth_of_prediction_weighs_what_it_was_timed_to() -> None:
     parts = {"layer": 1.0, "embedding": 0.1, "head": 0.5, "prediction": 1.7}
 
     assert pytest.approx(0.5 + 2 * 1.7) == by_parts(tiny_model(mtp_num_layers=2), parts).last_s
-
-
-def test_layers_without_times_are_refused() -> None:
-    """A model has layers, and no time is negative."""
-    for bad in ({"layers_s": ()}, {"layers_s": (0.0,)}, {"first_s": -1.0}):
-        with pytest.raises(LayoutError, match="layers need times"):
-            LayerSeconds(**{"layers_s": (1.0,), "first_s": 0.0, "last_s": 0.0} | bad)  # type: ignore[arg-type]
 
 
 def test_stages_of_hybrid_models_are_cut_by_time() -> None:

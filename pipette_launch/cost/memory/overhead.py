@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, overload
 
 from pipette_launch.cost.layers.parameters import expert_dp
-from pipette_launch.errors import FactError
 from pipette_launch.facts.accelerators import compute_capability
 from pipette_launch.facts.job import RING, Job, flag_of
 from pipette_launch.facts.known_devices import capability_of_cluster
@@ -171,8 +170,6 @@ def uncounted(job: Job) -> tuple[str, ...]:
 
 def allowed_bytes(capacity_bytes: int, *, memory_margin: float) -> int:
     """Return all bytes that a rank may hold on a device of this capacity."""
-    if not 0 <= memory_margin < 1:
-        raise FactError(f"memory_margin must be at least 0 and below 1, got {memory_margin}")
     return int((1 - memory_margin) * capacity_bytes)
 
 

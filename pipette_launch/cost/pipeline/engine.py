@@ -62,19 +62,6 @@ class StageTimes:
     """Seconds of recompute on each stage, which starts when the backward's gradient has arrived; empty = no
     recompute."""
 
-    def __post_init__(self) -> None:
-        stages = len(self.forward_s)
-        hops = {len(self.forward_hop_s), len(self.backward_hop_s)}
-        optional = (self.first_forward_s, self.input_s, self.weight_s, self.recompute_s)
-        passes = {len(self.backward_s), *(len(times) or stages for times in optional)}
-        if stages == 0 or hops != {stages - 1} or passes != {stages}:
-            raise FactError(f"stage times: {stages} stages need as many backwards and {stages - 1} hops each way")
-        if bool(self.input_s) != bool(self.weight_s):
-            raise FactError("stage times: a split backward needs the times of both its halves")
-        everything = (self.forward_s, self.backward_s, self.forward_hop_s, self.backward_hop_s, *optional)
-        if not all(0 <= seconds < float("inf") for times in everything for seconds in times):
-            raise FactError("stage times: seconds are finite and not negative")
-
     @property
     def durations_s(self) -> list[float]:
         """Seconds of all stages' forwards, backwards, first forwards and, if known, input and weight gradients."""

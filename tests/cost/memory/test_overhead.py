@@ -25,7 +25,6 @@ from pipette_launch.cost.memory.overhead import (
     workspace_bytes,
 )
 from pipette_launch.cost.memory.peak import peak_memory_bytes
-from pipette_launch.errors import FactError
 from pipette_launch.facts import Batch, Cluster, DeviceOverhead, Job, Layout, Measurements, StageReading
 from pipette_launch.facts.layout import LayoutColumns
 from pipette_launch.facts.measurements import memory_digest
@@ -423,13 +422,6 @@ def test_each_assumption_is_said() -> None:
 
     assert 4 == len(notes)
     assert all("default" in note for note in notes)
-
-
-@pytest.mark.parametrize("margin", [-0.1, 1.0])
-def test_an_impossible_margin_is_refused(margin: float) -> None:
-    """It is a part of the device's memory."""
-    with pytest.raises(FactError, match="memory_margin"):
-        overhead().limit_bytes(100, memory_margin=margin)
 
 
 JOB = tiny_job(4, batch=Batch(global_batch_size=32))

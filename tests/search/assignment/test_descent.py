@@ -84,28 +84,6 @@ def test_its_arrays_are_its_own() -> None:
         flows.weight_F[0] = 2
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"sender_F": np.array([0, 1, 3, 0, 1])}, "sender_F must be at least 0 and below 3"),
-        ({"receiver_F": np.array([1, 1, 0, 1, 2])}, "from a seat to itself"),
-        ({"weight_F": np.ones(4)}, "differ in shape"),
-        ({"weight_F": np.array([1, np.inf, 1, 1, 1])}, "weight_F holds numbers that are not finite"),
-        ({"family_G": np.array([0, 2])}, "family_G must be"),
-        ({"family_G": np.array([1, 1])}, "without gaps"),
-        ({"seconds_THH": np.ones((1, 3, 4))}, "is not .types, places, places."),
-        ({"offset_G": np.zeros(3)}, "must agree"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused(change: dict[str, np.ndarray], words: str) -> None:
-    """Each array is checked once, and the message names it."""
-    flows = ring_and_path(np.ones((3, 3)))
-    fields = {name: getattr(flows, name) for name in Flows.__dataclass_fields__}
-
-    with pytest.raises(ValueError, match=words):
-        Flows(**{**fields, **change})
-
-
 def summed(flows: Flows) -> Flows:
     """The same flows, all in one sum."""
     fields = {name: getattr(flows, name) for name in Flows.__dataclass_fields__}

@@ -254,11 +254,6 @@ def peak_live_bytes(
 
     """
     waiting_bytes = chunk_bytes if waiting_bytes is None else waiting_bytes
-    for sizes in (chunk_bytes, waiting_bytes):
-        if len(sizes) != schedule.num_stages:
-            raise FactError(f"bytes of {len(sizes)} stages for a schedule of {schedule.num_stages}")
-        if min(sizes) < 0:
-            raise FactError(f"bytes must not be negative, got {min(sizes)}")
     kept_S, for_weight_S = np.array(chunk_bytes, dtype=np.int64), np.array(waiting_bytes, dtype=np.int64)
     # Rows in the order of `facts.schedule.KINDS`: F, B, I, W.
     change_KS = np.array([kept_S, -kept_S, for_weight_S - kept_S, -for_weight_S])

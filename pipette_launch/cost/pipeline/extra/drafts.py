@@ -54,13 +54,6 @@ class SchedulingProblem:
     last end."""
 
     def __post_init__(self) -> None:
-        stages = self.pp * self.vpp
-        if min(self.pp, self.vpp, self.num_microbatches) < 1:
-            raise FactError(f"pp={self.pp}, vpp={self.vpp} and {self.num_microbatches} micro-batches must be positive")
-        if {len(self.held_S), len(self.times.forward_s)} != {stages} or len(self.limit_P) != self.pp:
-            raise FactError(f"{stages} stages on {self.pp} ranks need as many times, sizes and limits")
-        if min(self.held_S) < 0 or not 0 <= self.w_share <= 1:
-            raise FactError(f"sizes must not be negative and w_share lies in 0..1, got {self.w_share}")
         for rank, limit in enumerate(self.limit_P):
             held = [size for size, owner in zip(self.held_S, self.rank_S, strict=True) if owner == rank]
             if limit < sum(held) * (1 - _SLACK):

@@ -18,10 +18,10 @@ from tempfile import gettempdir
 
 from torch.distributed import HashStore
 
+from benchmarks.abstract_worker import Executor
 from benchmarks.gpu.jobs import FULL
 from benchmarks.gpu.notebook import Notebook, Record, of_kind
 from benchmarks.gpu.shapes import SHAPES, has_transformer_engine, job_of, without_engine
-from pipette_launch.cost.memory.abstract_execution import Executor
 from pipette_launch.cost.memory.overhead import overhead_of
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PipetteError

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
+from benchmarks.abstract_worker import Executor
 from benchmarks.validation.golden_score import Estimate
-from pipette_launch.cost.memory.abstract_execution import ExecutedMemory, Executor
 from pipette_launch.facts import Job
+from pipette_launch.facts.messages import ExecutedMemory
 
 
 class Abstract:

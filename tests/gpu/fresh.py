@@ -133,10 +133,9 @@ def stages() -> dict[str, Any]:
         Lockstep(store=HashStore(), rank=0, world_size=1, timeout_s=60.0),
         Budget(started_s=0.0, budget_s=1.0, clock=lambda: 0.0),
     )
-    from pipette_launch.cost.memory.abstract_execution import Executor
+    from pipette_launch.cost.memory.abstract_execution import execute
 
-    with Executor() as executor:
-        (abstract,) = executor.execute(options.job, small, (0,))
+    (abstract,) = execute(options.job, small, (0,))
     return {
         "ran_out": [one.ran_out for one in bench.readings],
         "allocated": [one.allocator_peak_bytes for one in bench.readings],

@@ -7,8 +7,8 @@ from newest import with_gap_since_019
 from patches.findings import findings_of
 from patches.stage_cases import CASES, SHARDED, job_of
 
+from benchmarks.abstract_worker import Executor
 from pipette_launch.cost.layers.parameters import stage_parameters
-from pipette_launch.cost.memory.abstract_execution import Executor
 from pipette_launch.cost.memory.peak import MemoryParts, peak_memory_bytes
 
 HALF_GRADIENTS = "Megatron-FSDP keeps gradients in the type of the weights, in bf16 half as large as in the formula"

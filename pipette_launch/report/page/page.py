@@ -38,6 +38,13 @@ from pipette_launch.report.screen import NOT_MODELLED, arguments_diff, paste_tex
 from pipette_launch.search.slots import tiers_of
 from pipette_launch.text import GIB, MIB, bytes_text, count_text, flops_text, printable, rate_text, seconds_text
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+BEGIN, END = "<!--outcome-->", "<!--/outcome-->"
+"""Marks around the outcome in the page. Names in the page cannot contain the marks, because `<` is escaped."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+"""Content security policy, which stops the page from loading anything from a network."""
 PARTS = (
     "compute",
     "recompute",
@@ -459,16 +466,6 @@ def _row(rates_HH: Floats, names: list[str], index: int) -> tuple[str, ...]:
     rates, others = np.delete(rates_HH[index], index), [*names[:index], *names[index + 1 :]]
     slowest, median, fastest = (rate_text(float(rate)) for rate in (rates.min(), np.median(rates), rates.max()))
     return names[index], slowest, others[int(rates.argmin())], median, fastest
-
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
-BEGIN, END = "<!--outcome-->", "<!--/outcome-->"
-"""Marks around the outcome in the page. Names in the page cannot contain the marks, because `<` is escaped."""
-
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-"""Content security policy, which stops the page from loading anything from a network."""
 
 
 def plan_page(

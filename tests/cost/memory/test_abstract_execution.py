@@ -9,7 +9,6 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.memory import abstract_execution
-from pipette_launch.cost.memory.abstract_execution import Executor
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import HybridLayers, Layout
 from pipette_launch.facts.files import to_plain
@@ -60,15 +59,12 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Log
 
 
 def test_answers_come_in_the_order_asked(fake: Callable[[str], Log]) -> None:
-    """One process answers several requests, and the parts add up to the peak."""
+    """One request names several ranks, and the parts add up to the peak."""
     log = fake(GOOD)
-    with Executor() as executor:
-        both = executor.execute(tiny_job(own=LAYOUT), LAYOUT, (1, 0))
-        last = executor.execute(tiny_job(own=LAYOUT), LAYOUT, (1,))
+    both = abstract_execution.execute(tiny_job(own=LAYOUT), LAYOUT, (1, 0))
 
     assert (memory(1), memory(0)) == both
-    assert (memory(1),) == last
-    assert [[1, 0], [1]] == [request["pp_ranks"] for request in log()]
+    assert [[1, 0]] == [request["pp_ranks"] for request in log()]
     assert all(each.peak == each.parts.total for each in both)
 
 
@@ -86,10 +82,10 @@ def test_the_cache_answers_without_a_worker(fake: Callable[[str], Log], tmp_path
 
 
 def test_a_refusal_is_an_error_with_its_reason(fake: Callable[[str], Log]) -> None:
-    """The error has the worker's own reason, and the next request is still answered."""
+    """The error has the worker's own reason."""
     fake("{'ranks': [], 'error': 'FP4 is not modelled'}")
-    with Executor() as executor, pytest.raises(PlanError, match=r"tp1 pp2 dp2 mbs1: FP4 is not modelled"):
-        executor.execute(tiny_job(own=LAYOUT), LAYOUT, (0,))
+    with pytest.raises(PlanError, match=r"tp1 pp2 dp2 mbs1: FP4 is not modelled"):
+        abstract_execution.execute(tiny_job(own=LAYOUT), LAYOUT, (0,))
 
 
 def test_hybrid_models_are_refused() -> None:
@@ -118,36 +114,34 @@ def test_a_broken_worker_is_an_error(fake: Callable[[str], Log], answer: str, re
         abstract_execution.execute(tiny_job(own=LAYOUT), LAYOUT, (0,))
 
 
-def test_an_answer_that_never_comes_is_an_error(fake: Callable[[str], Log]) -> None:
-    """A worker that runs past its limit is ended and named, and the next question gets a new one."""
+def test_an_answer_that_never_comes_is_an_error(fake: Callable[[str], Log], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that runs past its limit is ended."""
     fake("__import__('time').sleep(600)")
+    monkeypatch.setattr(abstract_execution, "LIMIT_S", 0.5)
 
-    with Executor(limit_s=0.5) as executor, pytest.raises(PlanError, match=r"no answer within 0\.5 s; use the closed"):
-        executor.execute(tiny_job(own=LAYOUT), LAYOUT, (0,))
-    fake(GOOD)
-
-    assert (memory(0),) == executor.execute(tiny_job(own=LAYOUT), LAYOUT, (0,))
-    executor.close()
+    with pytest.raises(PlanError, match=r"no answer within 0\.5 s; use the closed"):
+        abstract_execution.execute(tiny_job(own=LAYOUT), LAYOUT, (0,))
 
 
 def test_shards_are_refused_at_once(fake: Callable[[str], Log]) -> None:
     """A worker would run the job without them."""
     log = fake(GOOD)
     sharded = tiny_job(performance_flags=("--use-megatron-fsdp",))
-    with Executor() as executor, pytest.raises(PlanError, match="no FSDP"):
-        executor.execute(sharded, LAYOUT, (0,))
+    with pytest.raises(PlanError, match="no FSDP"):
+        abstract_execution.execute(sharded, LAYOUT, (0,))
 
     assert log() == []
 
 
-def test_bad_questions_are_refused_at_once(fake: Callable[[str], Log]) -> None:
+def test_bad_questions_are_refused_at_once(fake: Callable[[str], Log], monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipeline rank that does not exist and an interpreter that is not there are errors; nothing is started."""
     log = fake(GOOD)
 
     with pytest.raises(PlanError, match="no pipeline rank 2 of 2"):
         abstract_execution.execute(tiny_job(own=LAYOUT), LAYOUT, (2,))
+    monkeypatch.setattr(sys, "executable", "/nowhere")
     with pytest.raises(PlanError, match="cannot start /nowhere"):
-        abstract_execution.execute(tiny_job(own=LAYOUT), LAYOUT, (0,), python="/nowhere")
+        abstract_execution.execute(tiny_job(own=LAYOUT), LAYOUT, (0,))
     assert [] == log()
 
 
@@ -161,5 +155,5 @@ def test_only_what_matters_is_in_the_key(fake: Callable[[str], Log], tmp_path: P
 
 
 def test_the_worker_sees_this_interpreters_path() -> None:
-    """The same interpreter finds the same packages; another one keeps its own."""
-    assert str(Path(__file__).parents[2]) in abstract_execution._environment(sys.executable)["PYTHONPATH"].split(":")
+    """The worker finds the same packages."""
+    assert str(Path(__file__).parents[2]) in abstract_execution.environment()["PYTHONPATH"].split(":")

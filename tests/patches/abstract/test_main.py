@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
+from benchmarks.abstract_worker import Executor
 from pipette_launch.cost.layers.parameters import stage_parameters
-from pipette_launch.cost.memory.abstract_execution import Executor
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Batch, Job, Layout, ModelSpec, Recompute

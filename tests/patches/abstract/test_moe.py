@@ -10,9 +10,9 @@ from facts_for_tests import tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.abstract_worker import Executor
 from pipette_launch.cost.layers.kinds import kept_bytes
 from pipette_launch.cost.layers.parameters import stage_parameters
-from pipette_launch.cost.memory.abstract_execution import Executor
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Batch, Job, LatentAttention, Layout, ModelSpec, Recompute
 from pipette_patches.abstract.kernels import Routing, balanced

@@ -24,14 +24,7 @@ import torch.distributed
 import torch.utils.data
 from packaging.specifiers import SpecifierSet
 
-from pipette_patches.replacements import (
-    Patch,
-    Replacement,
-    in_module,
-    instead,
-    nothing,
-    wrapping,
-)
+from pipette_patches.replacements import Patch, Replacement, in_module, instead, nothing, wrapping
 from pipette_patches.without_cuda import LOCAL_LAYERS, WITHOUT_ENGINE, torch_without_cuda, without_fp8
 
 logger = logging.getLogger(__name__)
@@ -49,15 +42,7 @@ def say_once(sentence: str) -> None:
 
 def _with_arguments(**arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a value for `Replacement.make`: the replacement calls the original with these keyword arguments."""
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **(kwargs | arguments))
-
-        return call
-
-    return make
+    return wrapping(lambda original, *args, **kwargs: original(*args, **(kwargs | arguments)))
 
 
 # Collectives, process groups and random numbers of torch.
@@ -123,12 +108,7 @@ def _gloo(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mesh_of_cpus(original: Callable[..., Any]) -> Any:
     """Make a device mesh of CPUs for Megatron-FSDP, whose shards lie in CPU memory."""
-
-    @functools.wraps(original)
-    def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
-        return original(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
-
-    return staticmethod(from_group)
+    return staticmethod(lambda group, _device, *args, **kwargs: original(group, "cpu", *args, **kwargs))
 
 
 def _rng_state(*_args: object, **_kwargs: object) -> torch.Tensor:
@@ -231,6 +211,12 @@ def _split_sizes_as_numbers(
 
 
 @wrapping
+def _single_experts(original: Callable[..., Any], provider: Any, _grouped: bool, *more: Any) -> Any:
+    """Compute experts one by one. Specs of hybrid models request grouped experts, which need a CUDA kernel."""
+    return original(provider, False, *more)
+
+
+@wrapping
 def _with_first_state(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """Make Adam's state before the first step, because Megatron reads the step counter before loading Adam's state."""
     adam = optimizer.optimizer
@@ -275,6 +261,10 @@ CORE = (
             "_set_cuda_rng_state": instead(_set_rng_state),
             "CheckpointWithoutOutput.__init__": without_fp8,
         },
+    ),
+    *in_module(
+        "megatron.core.extensions.transformer_engine_spec_provider",
+        {"TESpecProvider.grouped_mlp_modules": _single_experts},
     ),
     # Megatron's rotary embedding makes CUDA the default device to compute the table of angles.
     *in_module(
@@ -332,9 +322,7 @@ def _for_cpu(original: Callable[..., Any], args: Any, *more: Any, **kwargs: Any)
 
 
 @wrapping
-def _compile_for_this_python(
-    original: Callable[[], None],
-) -> None:
+def _compile_for_this_python(original: Callable[[], None]) -> None:
     """Compile the dataset helpers once for the running Python. Megatron's makefile uses the first Python on PATH."""
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         return
@@ -364,13 +352,10 @@ TRAINING = (
 """Replacements in Megatron-LM's training programs."""
 
 
-def _hide_rng_warning(record: logging.LogRecord) -> bool:
-    """Drop the warning that the CPU's random state changed: CPU and CUDA share one generator under this patch."""
-    return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
-
-
 def _replacements() -> tuple[Replacement, ...]:
-    logging.getLogger(_RANDOM).addFilter(_hide_rng_warning)
+    # CPU and CUDA share one generator under this patch, so drop the warning that the CPU's random state changed.
+    warning = "CPU RNG state changed within GPU RNG context"
+    logging.getLogger(_RANDOM).addFilter(lambda record: warning not in record.getMessage())
     return (*TORCH, *CORE, *TRAINING)
 
 

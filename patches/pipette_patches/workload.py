@@ -170,7 +170,7 @@ def one_of_each(job: Job, case: ComputeCase, *, device_kind: str) -> tuple[Job, 
     kinds = tuple(sorted(set(model.moe_layer_freq))) if model.num_experts else (0,)
     if hybrid:
         hybrid = dataclasses.replace(hybrid, pattern="".join(dict.fromkeys(hybrid.pattern)))
-        kinds = (0,) * len(hybrid.pattern)
+        kinds = tuple(int(letter == "E") for letter in hybrid.pattern)
     # Attention windows differ between layers, so all layers are timed without windows.
     changes: dict[str, Any] = {
         "num_layers": len(kinds),
@@ -180,7 +180,7 @@ def one_of_each(job: Job, case: ComputeCase, *, device_kind: str) -> tuple[Job, 
     }
     if model.num_experts:
         local_experts = max(model.num_experts // job.own.ep, model.moe_router_topk)
-        changes |= {"num_experts": local_experts} | ({} if hybrid else {"moe_layer_freq": kinds})
+        changes |= {"num_experts": local_experts, "moe_layer_freq": kinds}
         if local_experts != model.num_experts:
             share = f"{local_experts} of {model.num_experts} experts, one rank's share at ep{job.own.ep}"
             notes = (f"MoE layers were measured with {share}",)

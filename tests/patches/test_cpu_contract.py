@@ -37,6 +37,9 @@ EXPECTED = {
     "megatron.core.extensions.transformer_engine.TERowParallelLinear": None,
     "megatron.core.extensions.transformer_engine.TELayerNormColumnParallelLinear": None,
     "megatron.core.extensions.transformer_engine.TEDotProductAttention": None,
+    "megatron.core.extensions.transformer_engine_spec_provider.TESpecProvider.grouped_mlp_modules": [
+        "self", "moe_use_grouped_gemm",
+    ],
     "megatron.core.jit.jit_fuser": None,
     "megatron.core.parallel_state.get_nccl_options": ["pg_name", "nccl_comm_cfgs"],
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter.TELinear": None,

@@ -116,6 +116,11 @@ def test_sequence_parallelism_is_timed_where_norms_know_it(found: dict[str, Any]
     assert [True, False] == found["splits sequence"]
 
 
+def test_a_hybrid_model_has_one_layer_of_each_letter(found: dict[str, Any]) -> None:
+    """Letters and layers of experts stay in step when a pattern repeats its letters."""
+    assert ["*E", [0, 1]] == found["hybrid of each"]
+
+
 def test_latent_attention_is_built_of_megatrons_own_layers(found: dict[str, Any]) -> None:
     """Values narrower than keys: the local core's output is attention, as wide as they are; it does not chain."""
     shape, far, chains, has_gradient = found["fine-grained"]["core"]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from facts_for_tests import fine_grained_model, tiny_job, tiny_model
 
 from pipette_launch.facts import ComputeCase
+from pipette_launch.facts.model import HybridLayers
 from pipette_patches.workload import Part, Workload, WorkloadError, load, one_of_each, optimizer_step, workload
 
 CASE = ComputeCase(tp=1, cp=1, micro_batch_size=2)
@@ -192,6 +193,15 @@ def splits_sequence() -> list[bool]:
     return [one_of_each(JOB, case, device_kind=kind)[1].sequence_parallel for kind in ("cuda", "cpu")]
 
 
+def hybrid_of_each() -> list[Any]:
+    """Return the pattern and the layers of experts of a measured hybrid model whose letters repeat."""
+    layers = HybridLayers(pattern="*E*E", mamba_state_dim=16, mamba_head_dim=8, mamba_num_groups=1, mamba_num_heads=16)
+    model = tiny_model(hybrid=layers, num_experts=4, moe_layer_freq=(0, 1, 0, 1))
+    small, _, _ = one_of_each(replace(JOB, model=model), CASE, device_kind="cpu")
+    assert small.model.hybrid is not None
+    return [small.model.hybrid.pattern, list(small.model.moe_layer_freq)]
+
+
 def compiler() -> list[Any]:
     """Return whether `load` for a GPU imports torch's compiler, and how many variants of a function it keeps."""
     load("cuda")
@@ -304,6 +314,7 @@ def main() -> None:
     found["low precision"] = low_precision()
     found["without its engine"] = without_its_engine()
     found["splits sequence"] = splits_sequence()
+    found["hybrid of each"] = hybrid_of_each()
     # Last, as it changes what torch compiles.
     found["compiler"] = compiler()
     sys.stdout.write(json.dumps(found) + "\n")

@@ -16,7 +16,10 @@ MODELLED = (*PRECISION, "--cuda-graph", "--window-size")
 
 The device model computes the effect of these flags on time.
 """
-SCRIPT_ONLY = ("--enable-mhc-connections", "--experimental-attention-variant", "--moe-latent-size", "--spec")
+SCRIPT_ONLY = (
+    *("--enable-mhc-connections", "--experimental-attention-variant", "--hybrid-layer-pattern"),
+    *("--hybrid-override-pattern", "--moe-latent-size", "--spec"),
+)
 """Flags of layers that no formula knows, and that only the job's own script builds."""
 RING = "p2p"
 """Megatron's default exchange of context parallelism (--cp-comm-type). Other exchanges are not measured or priced."""

@@ -9,16 +9,19 @@ from typing import Literal, TypeAlias
 from pipette_launch.errors import FactError
 from pipette_launch.facts.files import ADDED_LATER, check_numbers
 
-LayerKind: TypeAlias = Literal["layer", "moe_layer", "mamba_layer", "attention_layer", "mlp_layer", "expert_layer"]
+_Modelled: TypeAlias = Literal["layer", "moe_layer", "mamba_layer", "attention_layer", "mlp_layer", "expert_layer"]
+LayerKind: TypeAlias = Literal[_Modelled, "delta_layer", "sparse_layer", "latent_layer"]
 """`layer` and `moe_layer` are transformer layers without and with experts.
 
 The other kinds occur only in hybrid models.
 """
 TRANSFORMER_KINDS: tuple[LayerKind, ...] = ("layer", "moe_layer")
-LETTERS: dict[str, LayerKind] = {"M": "mamba_layer", "*": "attention_layer", "-": "mlp_layer", "E": "expert_layer"}
+UNMODELLED: dict[str, LayerKind] = {"G": "delta_layer", "D": "sparse_layer", "+": "latent_layer"}
+"""Letters of layers that only the job's own script builds. Formulas treat these layers as attention layers."""
+LETTERS = UNMODELLED | {"M": "mamba_layer", "*": "attention_layer", "-": "mlp_layer", "E": "expert_layer"}
 """Letters of the layer kinds in Megatron's patterns of hybrid models."""
 KINDS_WITH_EXPERTS: tuple[LayerKind, ...] = ("moe_layer", "expert_layer")
-KINDS_WITH_ATTENTION: tuple[LayerKind, ...] = (*TRANSFORMER_KINDS, "attention_layer")
+KINDS_WITH_ATTENTION: tuple[LayerKind, ...] = (*TRANSFORMER_KINDS, "attention_layer", *UNMODELLED.values())
 _DENSE: tuple[LayerKind, ...] = ("layer", "mlp_layer")
 
 
@@ -183,8 +186,9 @@ class ModelSpec:
 
     @property
     def possible_kinds(self) -> tuple[LayerKind, ...]:
-        """All kinds of layers that this type of model (hybrid or not) may have."""
-        return tuple(LETTERS.values()) if self.hybrid else TRANSFORMER_KINDS
+        """All kinds of layers of a hybrid model, and all kinds of other models."""
+        letters = self.hybrid.pattern + self.hybrid.mtp_pattern if self.hybrid else ""
+        return tuple(kind for letter, kind in LETTERS.items() if letter in letters) or TRANSFORMER_KINDS
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:

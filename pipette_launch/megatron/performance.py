@@ -11,7 +11,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Job
 from pipette_launch.facts.job import SCRIPT_ONLY, PerformanceOptions
-from pipette_launch.megatron.chunks import HYBRID_SPECS
+from pipette_launch.facts.model import UNMODELLED
+from pipette_launch.megatron.chunks import HYBRID_SPECS, PATTERN_DESTS
 from pipette_launch.megatron.flags import Arguments, releases
 
 _ITEM_TYPES = {
@@ -51,11 +52,12 @@ def performance_flags(arguments: Arguments) -> tuple[str, ...]:
 def unmodelled(arguments: Arguments) -> list[str]:
     """Return the destinations of given flags that select layers without a formula, such as layers of an own module."""
     dests = [option[2:].replace("-", "_") for option in SCRIPT_ONLY]
-    known: tuple[object, ...] = (None, [], ["local"], False)
+    given = {dest: value for dest in dests if (value := arguments.get(dest)) not in (None, [], ["local"], False)}
     return [
         dest
-        for dest in dests
-        if (value := arguments.get(dest)) not in known and not (dest == "spec" and value[-1] in HYBRID_SPECS)
+        for dest, value in given.items()
+        if not (dest == "spec" and value[-1] in HYBRID_SPECS)
+        and not (dest in PATTERN_DESTS and set(UNMODELLED).isdisjoint(value))
     ]
 
 

@@ -161,14 +161,14 @@ def test_a_hybrid_layer_has_the_flops_of_its_block() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pattern": "MG*-"}, "layers of a hybrid model are"),
+        ({"pattern": "MX*-"}, "layers of a hybrid model are G D . M . - E, got X"),
         ({"pattern": ""}, "got none"),
         ({"mamba_num_groups": 3}, "does not divide mamba_num_heads=16"),
         ({"mamba_head_dim": 0}, "mamba_head_dim"),
     ],
 )
 def test_hybrid_layers_check_themselves(changes: dict[str, Any], message: str) -> None:
-    """Letters that are not priced are refused, too."""
+    """Letters that no release of Megatron has are refused."""
     with pytest.raises(FactError, match=message):
         replace(HYBRID, **changes)
 

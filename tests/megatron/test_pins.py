@@ -115,7 +115,11 @@ def test_unplanned_jobs_are_refused(words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["--spec my.module layers", "--moe-latent-size 32", "--experimental-attention-variant dsa"]
+    "words",
+    [
+        *("--spec my.module layers", "--moe-latent-size 32", "--experimental-attention-variant dsa"),
+        "--hybrid-override-pattern *G-G*G-G",
+    ],
 )
 def test_layers_that_no_formula_knows_are_measured(words: str) -> None:
     """The job's own script builds them; a prediction, or a plan for described machines, refuses them."""

@@ -14,7 +14,7 @@ from pipette_launch.cost.layers.mlp import Experts, Mlp
 from pipette_launch.cost.layers.passes import Load, PassLoads, is_captured
 from pipette_launch.facts.job import ITERATION, Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.model import TRANSFORMER_KINDS, LayerKind, ModelSpec
+from pipette_launch.facts.model import TRANSFORMER_KINDS, UNMODELLED, LayerKind, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
 KINDS: dict[LayerKind, tuple[type[Block], ...]] = {
@@ -24,6 +24,7 @@ KINDS: dict[LayerKind, tuple[type[Block], ...]] = {
     "attention_layer": (Attention,),
     "mlp_layer": (Mlp,),
     "expert_layer": (Experts,),
+    **dict.fromkeys(UNMODELLED.values(), (Attention,)),
 }
 """Blocks of each kind of layer, in order. Only hybrid models have layers with a single block."""
 BLOCKS: tuple[type[Block], ...] = (Mamba, Attention, Mlp, Experts)

@@ -36,6 +36,12 @@ class OptionError(UsageError):
         return OptionError([name_of(option) for option in self.options], self.problem)
 
 
+def check_share(option: str, share: float) -> None:
+    """Raise OptionError unless the value of an option is a share: at least 0 and below 1."""
+    if not 0 <= share < 1:
+        raise OptionError(option, f"must be at least 0 and below 1 (0.08 is 8 %), got {share:g}")
+
+
 class FactError(PipetteError, ValueError):
     """A value in a dataclass of `facts` is impossible, such as a negative size, or contradicts another value."""
 

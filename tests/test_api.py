@@ -119,7 +119,7 @@ def test_a_plan_is_made_for_what_was_measured(tmp_path: Path) -> None:
         ),
         ({"gpu": ["h100"], "nodes": 1}, "gpu must be a name, a path or a DeviceFile, got ['h100']"),
         ({"gpu": "h100", "nodes": 1, "fix": ["tq"]}, "fix tq: no such part of a layout"),
-        ({"gpu": "h100", "nodes": 1, "budget_s": -1}, "budget_s must not be negative"),
+        ({"gpu": "h100", "nodes": 1, "budget_s": -1}, "budget_s must be at least 0 seconds and finite"),
         ({"gpu": "h100", "nodes": 1, "arguments": "--num-layers 4"}, "the arguments must be a sequence of words"),
     ],
 )

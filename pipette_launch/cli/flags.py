@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,29 +48,6 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def seconds(text: str) -> float:
-    """Read a duration for argparse."""
-    value = _number(text)
-    if not 0 <= value < math.inf:
-        raise ArgumentTypeError(f"needs seconds, at least 0 and finite, got {text}")
-    return value
-
-
-def fraction(text: str) -> float:
-    """Read a fraction from 0 to 1 for argparse."""
-    value = _number(text)
-    if not 0 <= value < 1:
-        raise ArgumentTypeError(f"must be at least 0 and below 1 (0.08 is 8 %), got {text}")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ArgumentTypeError(f"needs a number, got {text!r}") from None
-
-
 @contextmanager
 def writing(flag: str, path: Path) -> Iterator[None]:
     """Turn an OSError of the `with` block into an error that names the flag and the flag's file."""
@@ -111,12 +87,12 @@ def add_search_flags(parser: ArgumentParser) -> None:
     """Add the flags that steer the search."""
     add = parser.add_argument
     text = f"limit of the search in seconds of processor time (default {SEARCH_BUDGET_S:g})"
-    add("--budget", metavar="SECONDS", dest="budget_s", type=seconds, default=SEARCH_BUDGET_S, help=text)
+    add("--budget", metavar="SECONDS", dest="budget_s", type=float, default=SEARCH_BUDGET_S, help=text)
     text = "pipeline schedules that a plan may use, as for --pipette-schedules: stock (default), all, or names"
     add("--schedules", metavar="NAMES", default="stock", help=text)
     add("--seed", metavar="N", type=int, default=SEED, help=f"seed of the search's random numbers (default {SEED})")
     text = f"share of your step that a plan must save to replace your configuration (default {MARGIN:g})"
-    add("--margin", metavar="FRACTION", type=fraction, default=MARGIN, help=text)
+    add("--margin", metavar="FRACTION", type=float, default=MARGIN, help=text)
     text = "parts of your layout to keep: tp,pp,dp,cp,ep,vpp,mbs,recompute,..."
     add("--fix", metavar="NAMES", type=names, default=(), help=text)
 
@@ -124,7 +100,7 @@ def add_search_flags(parser: ArgumentParser) -> None:
 def add_reading_flags(parser: ArgumentParser) -> None:
     """Add the flags for the free memory and the Megatron version."""
     text = f"share of device memory to keep free (default {MEMORY_MARGIN})"
-    parser.add_argument("--memory-margin", metavar="FRACTION", type=fraction, default=MEMORY_MARGIN, help=text)
+    parser.add_argument("--memory-margin", metavar="FRACTION", type=float, default=MEMORY_MARGIN, help=text)
     text = "Megatron release whose flags are read, such as 0.16.1 (default: the release that SCRIPT would import)"
     parser.add_argument("--megatron-version", metavar="V", help=text)
 

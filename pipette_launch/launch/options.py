@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pipette_launch import defaults, megatron
-from pipette_launch.errors import OptionError
+from pipette_launch.errors import OptionError, check_share
 from pipette_launch.facts import Choice, Job, Layout, Plan, files
 
 if TYPE_CHECKING:
@@ -87,10 +87,10 @@ class Options:
         if self.trial_iters < LEAST_TRIAL_ITERS:
             least = f"must be at least {LEAST_TRIAL_ITERS}, got {self.trial_iters}"
             raise OptionError("trial_iters", f"{least}: fewer step times do not show how much they scatter")
-        for name, below in (("margin", 1), ("memory_margin", 1), ("watch_limit", math.inf)):
-            fraction = getattr(self, name)
-            if not 0 <= fraction < below:
-                raise OptionError(name, f"must be at least 0 and below {below:g} (0.02 is 2 %), got {fraction:g}")
+        check_share("margin", self.margin)
+        check_share("memory_margin", self.memory_margin)
+        if not 0 <= self.watch_limit < math.inf:
+            raise OptionError("watch_limit", f"must be at least 0 and finite (0.02 is 2 %), got {self.watch_limit:g}")
 
     @property
     def plan_settings(self) -> tuple[float | str, ...]:

@@ -15,7 +15,7 @@ from pipette_launch.cost.memory.peak import NO_MASK, mask_notes, peak_memory_byt
 from pipette_launch.cost.step.assemble import StepTime
 from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor
 from pipette_launch.defaults import MEMORY_MARGIN
-from pipette_launch.errors import FactError, OptionError, PlanError
+from pipette_launch.errors import FactError, OptionError, PlanError, check_share
 from pipette_launch.facts import Job, Layout, Measurements
 from pipette_launch.facts.fabric import FabricSpec
 from pipette_launch.facts.known_devices import DeviceFile
@@ -76,8 +76,7 @@ def predict(
     machines = machines_of(**sizes, gpu=gpu, cluster=cluster, fabric=fabric, device_kind=device_kind)
     if method not in get_args(Method):
         raise OptionError("method", f"must be one of {', '.join(get_args(Method))}, got {method!r}")
-    if not 0 <= memory_margin < 1:
-        raise OptionError("memory_margin", f"must be at least 0 and below 1 (0.08 is 8 %), got {memory_margin:g}")
+    check_share("memory_margin", memory_margin)
     job = machines.job(
         arguments,
         script=script,

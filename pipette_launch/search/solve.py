@@ -11,7 +11,7 @@ from operator import attrgetter
 from pipette_launch.cost.learned import NOTHING_LEARNED, Corrections
 from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEARCH_BUDGET_S, SEED
-from pipette_launch.errors import UsageError
+from pipette_launch.errors import OptionError, check_share
 from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance
 from pipette_launch.search import explanations
 from pipette_launch.search.candidates import (
@@ -292,12 +292,10 @@ class SolveOptions:
     """Names of schedules to try in addition to Megatron's own."""
 
     def __post_init__(self) -> None:
-        for name in ("margin", "memory_margin"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
-        for name in ("budget_s", "num_alternatives"):
-            if not getattr(self, name) >= 0:
-                raise UsageError(f"{name} must not be negative, got {getattr(self, name)}")
+        check_share("margin", self.margin)
+        check_share("memory_margin", self.memory_margin)
+        if not 0 <= self.budget_s < math.inf:
+            raise OptionError("budget_s", f"must be at least 0 seconds and finite, got {self.budget_s:g}")
 
 
 def solve(

@@ -62,7 +62,7 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
         (f"--world-size 8 --rank 1 --stage 1 {JOB}", "not allowed with argument"),
         (
             f"--world-size 8 --memory-margin 8 {JOB}",
-            "--memory-margin: must be at least 0 and below 1 (0.08 is 8 %), got 8",
+            "--memory-margin must be at least 0 and below 1 (0.08 is 8 %), got 8",
         ),
         (f"--world-size 8 --method oracle {JOB}", "invalid choice: 'oracle'"),
         (

@@ -220,10 +220,7 @@ class Cluster(HostsOfJob):
         return f"{self.hosts[self.host_of(slot)].name}:{slot % self.devices_per_host}"
 
 
-Ints = NDArray[np.int64]
-
-
-def in_device_order(placement_KW: ArrayLike, devices: int, order_D: Sequence[int] | None = None) -> Ints:
+def in_device_order(placement_KW: ArrayLike, devices: int, order_D: Sequence[int] | None = None) -> NDArray[np.int64]:
     """Sort the ranks of each host, or put the ranks on the host's devices in a given order.
 
     Each rank stays on its host. `placement_KW` is one placement, or an array with one placement in each row. `order_D`

@@ -35,10 +35,8 @@ from pipette_launch.cost.layers.passes import Collective
 from pipette_launch.errors import FactError
 from pipette_launch.facts.cluster import Cluster, Links
 from pipette_launch.facts.co_location import Domains
-from pipette_launch.facts.layout import Ints
+from pipette_launch.facts.layout import Floats, Ints
 from pipette_launch.facts.measurements import CollectiveTime
-
-Floats = NDArray[np.float64]
 
 LINKS_AT_ONCE = 1 << 19
 """Number of links of all-to-alls that a numpy call prices together, so that its arrays need some tens of MB."""

@@ -18,12 +18,11 @@ from pipette_launch.cost.layers.block import FP32_BYTES, Parameters, computes_in
 from pipette_launch.cost.layers.ends import depth_parameters
 from pipette_launch.cost.layers.kinds import blocks_of, kind_parameters
 from pipette_launch.facts.job import OPTIMIZER_STATE_BYTES, SHARDS_GRADIENTS, Job
-from pipette_launch.facts.layout import Ints, Layout, LayoutColumns
+from pipette_launch.facts.layout import Floats, Ints, Layout, LayoutColumns
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.model import LayerKind, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
-Floats = NDArray[np.float64]
 IntOrInts = int | Ints
 _STATE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _REMAINDER_BYTES = 2

@@ -27,11 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.facts import Links
+from pipette_launch.facts.layout import Floats, Ints
 from pipette_launch.probe.messages import FULL_HOSTS
 from pipette_launch.text import plural
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Pair = tuple[int, int]
 Round = tuple[Pair, ...]
 Place = tuple[str, ...]  # Names of the switches above a host, outermost first; empty if unknown

@@ -12,12 +12,11 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Choice, Measurements, Plan, files
-from pipette_launch.facts.layout import FLAG_WORDS, Layout
+from pipette_launch.facts.layout import FLAG_WORDS, Floats, Layout
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.planning.picture import DrawnStep, Picture
 from pipette_launch.report.measured import layer_times, pass_times_s
@@ -312,7 +311,6 @@ MOST_CELLS = 64
 """Largest number of rows of a matrix. On larger jobs, a row stands for several neighbouring hosts, and shows their
 slowest link."""
 LEVELS = 7
-Floats = NDArray[np.float64]
 
 
 def placement_view(plan: Plan) -> dict[str, Any]:

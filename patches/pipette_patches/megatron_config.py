@@ -149,12 +149,6 @@ def _build(kind: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
     return kind(**{name: value for name, value in fields.items() if name in known})
 
 
-def _transformer_config(model: ModelSpec, fields: Mapping[str, Any]) -> Any:
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
-    return _build(MLATransformerConfig if model.latent_attention else TransformerConfig, fields)
-
-
 _SAME_IN_MODEL = """
 hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels gated_linear_unit normalization
 add_bias_linear add_qkv_bias attention_dropout hidden_dropout
@@ -183,15 +177,6 @@ def _fuses_activation(job: Job) -> bool:
     model = job.model
     unfused = "--no-bias-swiglu-fusion" if model.gated_linear_unit else "--no-bias-gelu-fusion"
     return unfused not in flags(job) and (model.gated_linear_unit or model.add_bias_linear)
-
-
-def _expert_fields(model: ModelSpec) -> dict[str, Any]:
-    """Return the fields that describe one expert and the router, without the number of experts."""
-    return {
-        "moe_router_topk": model.moe_router_topk,
-        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
-        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size or None,
-    }
 
 
 def left_out(job: Job) -> str:
@@ -223,6 +208,8 @@ def rank_config(job: Job, layout: Layout, *, chunks: tuple[int, ...], changes: M
         changes: fields that override the job's flags.
 
     """
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
     model, interleaved = job.model, layout.vpp > 1
     overlaps_p2p = interleaved and "--no-overlap-p2p-communication" not in flags(job)
     fields = {
@@ -249,7 +236,7 @@ def rank_config(job: Job, layout: Layout, *, chunks: tuple[int, ...], changes: M
         "attention_softmax_in_fp32": False,
         **_recompute(layout),
         **_fields_set_by_flags(job, _RANK_FLAGS),
-        **_all_experts(job),
+        **_expert_fields(job),
         # Set Megatron-LM's default scaling factor, because megatron-core before 0.16 has another default.
         **({"mtp_num_layers": model.mtp_num_layers, "mtp_loss_scaling_factor": 0.1} if model.mtp_num_layers else {}),
         **(changes or {}),
@@ -257,16 +244,19 @@ def rank_config(job: Job, layout: Layout, *, chunks: tuple[int, ...], changes: M
     if model.num_experts:
         # A run with fewer layers takes the first entries of `moe_layer_freq`, because the kinds of layers repeat.
         fields["moe_layer_freq"] = list(model.moe_layer_freq[: sum(chunks)])
-    return _transformer_config(model, fields)
+    return _build(MLATransformerConfig if model.latent_attention else TransformerConfig, fields)
 
 
-def _all_experts(job: Job) -> dict[str, Any]:
-    if not job.model.num_experts:
+def _expert_fields(job: Job) -> dict[str, Any]:
+    model = job.model
+    if not model.num_experts:
         return {}
     dispatcher = flags(job).get("--moe-token-dispatcher-type", "allgather")
     return {
-        **_expert_fields(job.model),
-        "num_moe_experts": job.model.num_experts,
+        "moe_router_topk": model.moe_router_topk,
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size or None,
+        "num_moe_experts": model.num_experts,
         "moe_token_dispatcher_type": dispatcher if dispatcher == "allgather" else "alltoall",
         **({"moe_permute_fusion": True} if dispatcher == "flex" else {}),
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job, Layout, ModelSpec
+from pipette_launch.megatron.performance import given_options
 
 
 class NotModelledError(PipetteError):
@@ -23,94 +25,25 @@ class NotModelledError(PipetteError):
 
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_Convert = Callable[[str], Any]
-_FlagTable = dict[str, tuple[str, _Convert]]
-"""By flag: the configuration field that the flag sets, and a function that converts the flag's value."""
-
-
-def _same_name(convert: _Convert, names: str) -> _FlagTable:
-    """Return entries for flags whose field has the flag's name: `--qk-layernorm` sets `qk_layernorm`."""
-    return {flag: (flag[2:].replace("-", "_"), convert) for flag in names.split()}
-
-
-def _switch_on(_value: str) -> bool:
-    return True
-
-
-def _switch_off(_value: str) -> bool:
-    return False
-
-
-def _window(value: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in value.replace(",", " ").strip("()").split())
-
-
-def _one_or_all(convert: _Convert) -> _Convert:
-    """Return a reader of flags that returns a single value as itself, and several values as a list."""
-
-    def read(value: str) -> Any:
-        values = [convert(word) for word in value.split()]
-        return values[0] if len(values) == 1 else values
-
-    return read
-
-
-_FUSION_FLAGS: _FlagTable = {
-    "--no-bias-dropout-fusion": ("bias_dropout_fusion", _switch_off),
-    "--no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", _switch_off),
-    "--no-masked-softmax-fusion": ("masked_softmax_fusion", _switch_off),
-    "--no-persist-layer-norm": ("persist_layer_norm", _switch_off),
-    "--no-rope-fusion": ("apply_rope_fusion", _switch_off),
-}
-_RANK_FLAGS: _FlagTable = {
-    **_FUSION_FLAGS,
-    **_same_name(
-        _switch_on,
-        """
-        --apply-query-key-layer-scaling --attention-output-gate --attention-softmax-in-fp32
-        --calculate-per-token-loss --cross-entropy-loss-fusion --defer-embedding-wgrad-compute
-        --distribute-saved-activations --fine-grained-activation-offloading --fp32-residual-connection --qk-layernorm
-        --moe-apply-probs-on-input --moe-grouped-gemm --moe-pad-expert-input-to-capacity --moe-permute-fusion
-        --moe-router-enable-expert-bias --moe-router-padding-for-quantization --moe-router-pre-softmax
-        --moe-shared-expert-gate --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm
-        """,
-    ),
-    **_same_name(
-        str,
-        """
-        --cross-entropy-fusion-impl --rope-type --softmax-type
-        --moe-router-dtype --moe-router-score-function --moe-token-drop-policy
-        """,
-    ),
-    **_same_name(
-        int, "--min-offloaded-tensor-size --wgrad-deferral-limit --moe-router-group-topk --moe-router-num-groups"
-    ),
-    **_same_name(str.split, "--offload-modules"),
-    **_same_name(
-        float, "--moe-expert-capacity-factor --moe-input-jitter-eps --moe-router-topk-scaling-factor --moe-z-loss-coeff"
-    ),
-    **_same_name(_window, "--window-size"),
-    **_same_name(lambda value: value.split()[0], "--cp-comm-type"),
-    **_same_name(_one_or_all(float), "--moe-aux-loss-coeff"),
-    **_same_name(_one_or_all(str), "--moe-router-load-balancing-type"),
-    "--moe-router-padding-for-fp8": ("moe_router_padding_for_quantization", _switch_on),
-    "--overlap-p2p-communication-warmup-flush": ("overlap_p2p_comm_warmup_flush", _switch_on),
-}
-"""Flags that set a field of TransformerConfig and have no field in `Job`."""
-_OPTIMIZER_FLAGS: _FlagTable = {
-    **_same_name(_switch_on, "--use-precision-aware-optimizer --overlap-param-gather-with-optimizer-step"),
-    **_same_name(
-        {**DTYPES, "fp8": torch.uint8}.__getitem__,
-        "--main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype",
-    ),
-}
-"""Flags that set a field of OptimizerConfig and have no field in `Job`."""
-_DDP_FLAGS: _FlagTable = {
-    **_same_name(_switch_on, "--use-megatron-fsdp --fsdp-double-buffer"),
-    **_same_name(str, "--data-parallel-sharding-strategy --outer-dp-sharding-strategy"),
-    **_same_name(int, "--suggested-communication-unit-size"),
-}
-"""Flags that set a field of DistributedDataParallelConfig and have no field in `Job`."""
+_STATE_DTYPES = {**DTYPES, "fp8": torch.uint8}
+_RANK_OPTIONS = """
+apply_query_key_layer_scaling apply_rope_fusion attention_output_gate attention_softmax_in_fp32 bias_dropout_fusion
+calculate_per_token_loss cross_entropy_fusion_impl cross_entropy_loss_fusion defer_embedding_wgrad_compute
+distribute_saved_activations fine_grained_activation_offloading fp32_residual_connection gradient_accumulation_fusion
+masked_softmax_fusion min_offloaded_tensor_size moe_apply_probs_on_input moe_expert_capacity_factor moe_grouped_gemm
+moe_input_jitter_eps moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_dtype moe_router_enable_expert_bias
+moe_router_group_topk moe_router_num_groups moe_router_padding_for_quantization moe_router_pre_softmax
+moe_router_score_function moe_router_topk_scaling_factor moe_shared_expert_gate moe_shared_expert_overlap
+moe_token_drop_policy moe_z_loss_coeff offload_modules overlap_moe_expert_parallel_comm overlap_p2p_comm_warmup_flush
+qk_layernorm rope_type softmax_type wgrad_deferral_limit
+"""
+"""Options that set a field of TransformerConfig with the same name, and that have no field in `Job`."""
+_OPTIMIZER_SWITCHES = "use_precision_aware_optimizer overlap_param_gather_with_optimizer_step"
+_OPTIMIZER_DTYPES = "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype"
+_SHARDING_OPTIONS = """
+use_megatron_fsdp fsdp_double_buffer data_parallel_sharding_strategy outer_dp_sharding_strategy
+suggested_communication_unit_size
+"""
 _NOT_MODELLED = (
     *("--cpu-offloading-num-layers", "--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph"),
     *("--fp4", "--fp8", "--nccl-ub", "--optimizer-cpu-offload", "--tp-comm-overlap"),
@@ -125,21 +58,25 @@ def flags(job: Job) -> dict[str, str]:
     return dict(flag.partition(" ")[::2] for flag in job.performance_flags)
 
 
-def _fields_set_by_flags(job: Job, table: _FlagTable) -> dict[str, Any]:
-    """Return the configuration fields that the job's flags set, for the flags in `table`.
+def _given(job: Job, names: str) -> dict[str, Any]:
+    """Return the values of the options in `names` that the job's flags set."""
+    options = given_options(job)
+    return {name: options[name] for name in names.split() if name in options}
 
-    Raises:
-        NotModelledError: the value of a flag cannot be read.
 
-    """
-    found = {}
-    for flag, value in flags(job).items():
-        if flag in table:
-            name, convert = table[flag]
-            try:
-                found[name] = convert(value)
-            except (KeyError, ValueError, IndexError) as error:
-                raise NotModelledError(f"{flag} {value}: this value is not understood") from error
+def _converted_options(job: Job) -> dict[str, Any]:
+    """Return the fields of TransformerConfig that Megatron's script makes from options of another name or form."""
+    found: dict[str, Any] = {}
+    options = given_options(job)
+    for name in ("moe_aux_loss_coeff", "moe_router_load_balancing_type"):
+        if name in options:
+            found[name] = options[name][0] if len(options[name]) == 1 else options[name]
+    if "cp_comm_type" in options:
+        found["cp_comm_type"] = options["cp_comm_type"][0]
+    if "--window-size" in flags(job):
+        found["window_size"] = tuple(map(int, re.findall(r"-?\d+", flags(job)["--window-size"])))
+    if "moe_router_padding_for_fp8" in options:
+        found["moe_router_padding_for_quantization"] = True
     return found
 
 
@@ -231,11 +168,12 @@ def rank_config(job: Job, layout: Layout, *, chunks: tuple[int, ...], changes: M
         "bias_activation_fusion": _fuses_activation(job),
         "masked_softmax_fusion": True,
         "gradient_accumulation_fusion": True,
-        "persist_layer_norm": True,
+        "persist_layer_norm": "--no-persist-layer-norm" not in flags(job),
         "apply_rope_fusion": model.transformer_impl == "transformer_engine" and model.position_embedding_type == "rope",
         "attention_softmax_in_fp32": False,
         **_recompute(layout),
-        **_fields_set_by_flags(job, _RANK_FLAGS),
+        **_given(job, _RANK_OPTIONS),
+        **_converted_options(job),
         **_expert_fields(job),
         # Set Megatron-LM's default scaling factor, because megatron-core before 0.16 has another default.
         **({"mtp_num_layers": model.mtp_num_layers, "mtp_loss_scaling_factor": 0.1} if model.mtp_num_layers else {}),
@@ -311,7 +249,8 @@ def optimizer_config(job: Job, layout: Layout) -> Any:
         use_distributed_optimizer=layout.use_distributed_optimizer,
         overlap_param_gather=layout.overlap_param_gather,
         clip_grad=1.0,
-        **_fields_set_by_flags(job, _OPTIMIZER_FLAGS),
+        **_given(job, _OPTIMIZER_SWITCHES),
+        **{name: _STATE_DTYPES[value] for name, value in _given(job, _OPTIMIZER_DTYPES).items()},
     )
 
 
@@ -345,6 +284,6 @@ def ddp_config(job: Job, layout: Layout, *, num_parameters: int) -> Any:
         "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw" in given,
         "average_in_collective": "--ddp-average-in-collective" in given,
         "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation" in given,
-        **_fields_set_by_flags(job, _DDP_FLAGS),
+        **_given(job, _SHARDING_OPTIONS),
     }
     return _build(DistributedDataParallelConfig, fields)

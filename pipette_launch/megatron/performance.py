@@ -71,11 +71,21 @@ def performance_options(job: Job) -> PerformanceOptions:
 
 @lru_cache(maxsize=64)
 def _options_of_job(flags: tuple[str, ...], version: str) -> PerformanceOptions:
+    return options_of(_arguments(flags, version))
+
+
+def given_options(job: Job) -> dict[str, Any]:
+    """Return the values of the job's performance flags by Megatron's destination, without defaults."""
+    arguments = _arguments(job.performance_flags, job.megatron_version)
+    return {token.dest: token.value for token in arguments.tokens if token.dest}
+
+
+def _arguments(flags: tuple[str, ...], version: str) -> Arguments:
     words = [word for flag in flags for word in flag.split()]
     try:
-        return options_of(Arguments.parse(words, version))
+        return Arguments.parse(words, version)
     except MegatronError:
-        return options_of(Arguments.parse(words, releases()[0]))
+        return Arguments.parse(words, releases()[0])
 
 
 def options_of(arguments: Arguments) -> PerformanceOptions:

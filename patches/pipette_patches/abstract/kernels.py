@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from pipette_launch.facts import Job
-from pipette_patches.megatron_config import NotModelledError, flags
+from pipette_launch.megatron.performance import performance_options
+from pipette_patches.megatron_config import NotModelledError
 
 Gradients = tuple[Any, ...]
 _FP8_ROWS = 16
@@ -225,13 +226,13 @@ def choose_routing(job: Job) -> None:
 
     moe_utils.get_moe_layer_wise_logging_tracker().clear()
     multi_token_prediction.MTPLossLoggingHelper.tracker = {}
-    words = flags(job)
-    factor = words.get("--moe-expert-capacity-factor")
+    options = performance_options(job)
+    factor = options.moe_expert_capacity_factor
     _routing[0] = Routing(
         num_experts=job.model.num_experts or 1,
         topk=job.model.moe_router_topk,
-        capacity_factor=float(factor) if factor and float(factor) >= 0 else None,
-        pads_for_fp8=bool({"--moe-router-padding-for-fp8", "--moe-router-padding-for-quantization"} & set(words)),
+        capacity_factor=factor if factor is not None and factor >= 0 else None,
+        pads_for_fp8=options.moe_router_padding_for_fp8 or options.moe_router_padding_for_quantization,
     )
 
 

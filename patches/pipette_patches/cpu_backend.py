@@ -210,10 +210,10 @@ def _split_sizes_as_numbers(
     return moved.numpy() if as_numpy and hasattr(moved, "numpy") else moved
 
 
-@wrapping
-def _single_experts(original: Callable[..., Any], provider: Any, _grouped: bool, *more: Any) -> Any:
+def _single_experts(_provider: object, _grouped: bool, *more: Any) -> Any:
     """Compute experts one by one. Specs of hybrid models request grouped experts, which need a CUDA kernel."""
-    return original(provider, False, *more)
+    local = importlib.import_module("megatron.core.models.backends").LocalSpecProvider()
+    return local.grouped_mlp_modules(False, *more)
 
 
 @wrapping
@@ -264,7 +264,7 @@ CORE = (
     ),
     *in_module(
         "megatron.core.extensions.transformer_engine_spec_provider",
-        {"TESpecProvider.grouped_mlp_modules": _single_experts},
+        {"TESpecProvider.grouped_mlp_modules": instead(_single_experts)},
     ),
     # Megatron's rotary embedding makes CUDA the default device to compute the table of angles.
     *in_module(

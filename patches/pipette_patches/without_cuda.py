@@ -267,6 +267,8 @@ LOCAL_LAYERS = in_module(
         "TEColumnParallelLinear": _local(_LINEAR, "ColumnParallelLinear"),
         "TERowParallelLinear": _local(_LINEAR, "RowParallelLinear"),
         "TELayerNormColumnParallelLinear": _local(_LINEAR, "ColumnParallelLinear", after_norm=True),
+        # Latent attention accepts this class itself for its projections to latents.
+        "TELinear": lambda _original: importlib.import_module(_LINEAR).ColumnParallelLinear,
         "TEDotProductAttention": _local("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
     },
 )

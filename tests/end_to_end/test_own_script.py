@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from end_to_end.jobs import MODEL, TRAINER, Done, pipette, torchrun
+from end_to_end.jobs import MODEL, ROOT, TRAINER, Done, finish, pipette, start
 
 from pipette_launch.facts import Measurements, files
 
@@ -20,13 +20,40 @@ if os.environ["MASTER_PORT"] == "1":
 sys.path.insert(0, {str(TRAINER.parent)!r})
 runpy.run_path({str(TRAINER)!r}, run_name="__main__")
 """
-HYBRID = (
-    "--num-layers 4 --hybrid-override-pattern *-*- --is-hybrid-model --mamba-num-groups 1 "
-    "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec --hidden-size 64 --num-attention-heads 4 "
-    "--seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --train-iters 4 "
-    "--log-interval 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --split 90,5,5 "
-    "--eval-iters 1 --eval-interval 100 --attention-dropout 0 --hidden-dropout 0"
-).split()
+TRAINING = (
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 "
+    "--global-batch-size 8 --train-iters 5 --log-interval 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 255 --split 90,5,5 --eval-iters 1 --eval-interval 100 --attention-dropout 0 --hidden-dropout 0 "
+)
+GPT = "pretrain_gpt.py --num-layers 4 --transformer-impl local"
+NEW_HYBRID = "pretrain_hybrid.py --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
+OLD_HYBRID = (
+    "pretrain_mamba.py --spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec --is-hybrid-model "
+    "--num-layers 4"
+)
+HAS_NEW_SCRIPT = (Path(CHECKOUT) / "pretrain_hybrid.py").is_file()
+HYBRID = f"{NEW_HYBRID} --hybrid-layer-pattern" if HAS_NEW_SCRIPT else f"{OLD_HYBRID} --hybrid-override-pattern"
+OWN_LAYER = """
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+layer = get_gpt_layer_local_spec()
+"""
+# A gated delta net runs only on a GPU, so attention takes its place.
+OWN_STACK = """
+from dataclasses import replace
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as spec
+stack = replace(spec, submodules=replace(spec.submodules, gdn_layer=spec.submodules.attention_layer))
+"""
+PARTS = {
+    GPT: {"layer", "core_attention"},
+    f"{GPT} --spec own_layers layer": {"layer", "core_attention"},
+    f"{HYBRID} *-*E --mamba-num-groups 1 --num-experts 4 --disable-bias-linear": {
+        *("attention_layer", "mlp_layer", "expert_layer", "core_attention")
+    },
+    "pretrain_hybrid.py --spec own_stack stack --mamba-num-groups 1 --hybrid-layer-pattern G-+-": {
+        *("delta_layer", "mlp_layer", "latent_layer", "core_attention")
+    },
+}
+"""Measured parts of jobs with NVIDIA's own scripts, beside embedding and head."""
 
 
 def measured(folder: Path, script: Path, *words: str) -> tuple[Done, Measurements]:
@@ -58,16 +85,24 @@ def test_a_script_that_exits_is_measured_by_its_flags_and_trains(tmp_path: Path)
 
 
 @pytest.mark.skipif(not CHECKOUT, reason="needs a checkout of Megatron-LM, named by MEGATRON_LM_DIR")
-def test_nvidias_hybrid_script_is_measured_and_learns_what_it_learns_under_torchrun(tmp_path: Path) -> None:
-    """Attention and MLP layers are timed by kind, and losses are the same to the last digit under the user's layout."""
-    script = Path(CHECKOUT) / "pretrain_mamba.py"
-    wrapper = ("-m", "pipette_patches.run", "--patch", "cpu_backend", "--")
+@pytest.mark.parametrize("job", PARTS)
+def test_nvidias_script_is_measured_and_learns_what_it_learns_under_torchrun(job: str, tmp_path: Path) -> None:
+    """Its layers are timed by kind, and losses are the same to the last digit under the user's layout."""
+    script, *words = f"{job} {TRAINING}".split()
+    if not (Path(CHECKOUT) / script).is_file():
+        pytest.skip(f"this release has no {script}")
+    (tmp_path / "own_layers.py").write_text(OWN_LAYER)
+    (tmp_path / "own_stack.py").write_text(OWN_STACK)
+    path = f"{ROOT}:{ROOT / 'patches'}:{tmp_path}"
+    program = (Path(CHECKOUT) / script, *words)
+    patched = ("--standalone", "--nproc-per-node=2", "-m", "pipette_patches.run", "--patch", "cpu_backend", "--")
 
-    stock = torchrun(tmp_path, "--standalone", "--nproc-per-node=2", *wrapper, script, *HYBRID)
-    ours = pipette(tmp_path, "--nproc-per-node=2", "--pipette-budget=10", "--pipette-fix=all", script, *HYBRID)
+    stock = finish(start(tmp_path, (*patched, *program), launcher="torch.distributed.run", PYTHONPATH=path))
+    ours = pipette(tmp_path, "--nproc-per-node=2", "--pipette-budget=5", "--pipette-fix=all", *program, PYTHONPATH=path)
 
-    assert (0, 0) == (stock.code, ours.code), ours.err
-    assert 4 == len(stock.losses)
+    assert (0, 0) == (stock.code, ours.code), stock.err[-2000:] + ours.err
+    assert 5 == len(stock.losses)
     assert stock.losses == ours.losses
     found = files.read(next(tmp_path.glob("cache/pipette-launch/*/cluster.json")), Measurements)
-    assert {"attention_layer", "mlp_layer"} < {time.part for time in found.compute}
+    assert not [note for note in found.notes if WITHOUT_SCRIPT in note]
+    assert {"embedding", "head", *PARTS[job]} == {time.part for time in found.compute}

@@ -37,6 +37,7 @@ EXPECTED = {
     "megatron.core.extensions.transformer_engine.TERowParallelLinear": None,
     "megatron.core.extensions.transformer_engine.TELayerNormColumnParallelLinear": None,
     "megatron.core.extensions.transformer_engine.TEDotProductAttention": None,
+    "megatron.core.extensions.transformer_engine.TELinear": None,
     "megatron.core.extensions.transformer_engine_spec_provider.TESpecProvider.grouped_mlp_modules": [
         "self", "moe_use_grouped_gemm",
     ],

@@ -65,6 +65,8 @@ class Play:
     """Number of training steps that the program has requested."""
     optimizers: list[Any] = field(default_factory=list)
     """Megatron's optimizers that the program has made, and the configuration of each optimizer."""
+    may_end: bool = False
+    """True if the program has made enough training steps to end by itself."""
 
 
 _playing: list[Play] = []
@@ -164,14 +166,20 @@ def played(
             except Stop:
                 pass
             except SystemExit as error:
-                raise PlayError(f"the script exits with {error.code!r} before its first training step") from error
+                if not play.may_end:
+                    raise PlayError(f"the script exits with {error.code!r} {_before(play)}") from error
             else:
-                raise PlayError("the script ends before its first training step")
+                if not play.may_end:
+                    raise PlayError(f"the script ends {_before(play)}")
         yield play
     finally:
         play.optimizers.clear()
         _forget()
         _playing.clear()
+
+
+def _before(play: Play) -> str:
+    return f"after {play.num_steps} training steps" if play.num_steps else "before its first training step"
 
 
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"

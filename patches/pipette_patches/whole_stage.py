@@ -1,4 +1,4 @@
-"""One whole stage of a training job on a real device: the memory that one rank really uses.
+"""One whole stage of a training job on a real device: the memory and the seconds that one rank really uses.
 
 `play` runs the job's own script, or a program that builds the model from flags, as one rank of the full world size with
 real tensors. Warm-up, steady state and cooldown run with as many micro-batches in flight as in the job. The optimizer
@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,11 +34,21 @@ from pipette_patches.workload import (
 )
 
 _STEPS = 2
+_TIMED = {"cpu": 3, "cuda": 1}
+"""Number of timed steps. On a CPU the timed steps follow the metered steps, because the meter slows each operation."""
+
+
+class StageTime(NamedTuple):
+    """Seconds of a training step on one stage, without waits; `StageReading` explains the fields."""
+
+    num_microbatches: int
+    schedule_s: float
+    update_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageRun:
-    """The memory that one stage used during its run."""
+    """The memory and the seconds that one stage used during its run."""
 
     tally_bytes: int
     """Peak bytes of all tensors, each rounded up as CUDA's allocator does, without temporaries inside an operation.
@@ -47,30 +59,43 @@ class StageRun:
     """`tally_bytes` by label, with the labels of abstract execution."""
     notes: tuple[str, ...]
     """One sentence for each difference from the real job."""
+    time: StageTime | None = None
+    """None if no stopwatch was given."""
 
 
 def run_stage(
-    job: Job, layout: Layout, pp_rank: int, *, device_kind: str, program: MakeProgram | None = None
+    job: Job,
+    layout: Layout,
+    pp_rank: int,
+    *,
+    device_kind: str,
+    program: MakeProgram | None = None,
+    stopwatch: Any = None,
 ) -> StageRun:
-    """Train the first rank of a stage for two steps, and free everything.
+    """Train the first rank of a stage for two steps, and with a stopwatch for three more on a CPU; free everything.
 
     `workload.load` must have run, and no process group may exist. Two training steps run, because the optimizer's
     states exist from the end of the first step on. On a CPU the first step of a model from flags runs only the
     optimizer. With Megatron-FSDP the first step runs forward and backward too, because parameters have no gradients
     before a backward.
 
-    `program` is the job's own script; None builds the model from the job's flags. A WorkloadError says that Megatron or
-    the script refuses the stage. Out-of-memory errors of torch are raised unchanged.
+    `program` is the job's own script; None builds the model from the job's flags. `stopwatch` is a stopwatch of
+    `probe.instruments` for the device; None times no step. A WorkloadError says that Megatron or the script refuses the
+    stage. Out-of-memory errors of torch are raised unchanged.
     """
     meter = StorageMeter()
     num_microbatches = enough_microbatches(layout, pp_rank, layout.num_microbatches(job.batch.global_batch_size))
     real, changes, notes = (job, {}, ()) if program else as_run_here(job, device_kind)
     skips_first = program is None and device_kind == "cpu" and not megatron_config.is_sharded(real)
+    timer = _Timer(stopwatch, num_microbatches) if stopwatch else None
+    num_steps = _STEPS + (_TIMED["cpu"] if timer and device_kind == "cpu" else 0)
+    unmetered = contextlib.ExitStack()
 
     def start() -> None:
         nonlocal meter
         # On a GPU torch's allocator counts, including the memory that kernels allocate for themselves.
-        with metered("cpu") if device_kind == "cpu" else contextlib.nullcontext(StorageMeter()) as meter:
+        on_cpu = device_kind == "cpu"
+        with metered("cpu") if on_cpu else contextlib.nullcontext(StorageMeter()) as meter, unmetered:
             if program is not None:
                 program(job, layout)()
                 return
@@ -87,20 +112,27 @@ def run_stage(
     def on_step(play: Play, step: Step) -> Any:
         for _, optimizer in play.optimizers:
             _never_skips(optimizer)
-        if play.num_steps > _STEPS:
+        if timer:
+            timer.end()
+        if play.num_steps == _STEPS + 1:
             meter.mark()
+            play.may_end = True
+            unmetered.enter_context(meter.paused() if device_kind == "cpu" else contextlib.nullcontext())
+        if play.num_steps > num_steps:
             raise Stop
         if play.num_steps == 1:
             # The first step makes the optimizer's states. Interleaved stages take micro-batches in groups.
             few = 1 if layout.vpp == 1 else layout.microbatch_group_size or layout.pp
             return None if skips_first else step.run(num_microbatches=min(few, num_microbatches))
+        if timer and play.num_steps > num_steps - _TIMED[device_kind]:
+            return timer.run(step, [optimizer for _, optimizer in play.optimizers])
         return step.run(num_microbatches=num_microbatches)
 
     rank = first_rank(layout, pp_rank)
     try:
         with (
             refusals_named(stage_words(layout, pp_rank), program),
-            Replacements(_WITHOUT_PEERS),
+            Replacements((_received(timer), *_WITHOUT_PEERS)),
             played(start, rank=rank, world_size=layout.world_size, on_step=on_step),
         ):
             peak = max(meter.stretches, key=lambda stretch: stretch.total)
@@ -108,7 +140,71 @@ def run_stage(
         forget_dummy_gradients()
         gc.collect()
     parts = {name: size for name, size in peak.at_peak.items() if size}
-    return StageRun(tally_bytes=peak.total, parts=parts, notes=notes)
+    return StageRun(tally_bytes=peak.total, parts=parts, notes=notes, time=timer.time() if timer else None)
+
+
+class _Timer:
+    """Times training steps of a stage, without the loading of batches and without the noise of received tensors."""
+
+    def __init__(self, stopwatch: Any, num_microbatches: int) -> None:
+        self._stopwatch, self._num_microbatches = stopwatch, num_microbatches
+        self._marks: list[Any] = []
+        """Begin and end of the present schedule, then the end of each optimizer's step."""
+        self._pauses: list[tuple[Any, Any]] = []
+        self._times_s: list[tuple[float, float]] = []
+
+    def run(self, step: Step, optimizers: list[Any]) -> Any:
+        """Run forward and backward of a step; the step ends with the next call of `end`."""
+        for optimizer in optimizers:
+            if "step" not in vars(optimizer):
+                optimizer.step = self._marked(optimizer.step)
+        batches = step.arguments["data_iterator"]
+        loaded = [*map(self._loaded, batches)] if isinstance(batches, list) else self._loaded(batches)
+        self._stopwatch.check_speed()
+        run = self._marked(step.run)
+        self._marks.append(self._stopwatch.mark())
+        return run(num_microbatches=self._num_microbatches, data_iterator=loaded)
+
+    def _loaded(self, batches: Any) -> Any:
+        """Load the batches of a step; returns None for a stage without data."""
+        if batches is None:
+            return None
+        endless = iter(functools.partial(next, batches), None)
+        return itertools.chain([*itertools.islice(endless, self._num_microbatches)], endless)
+
+    def _marked(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            self._marks.append(self._stopwatch.mark())
+            return result
+
+        return marked
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the block out of the present schedule."""
+        before = self._stopwatch.mark()
+        yield
+        self._pauses.append((before, self._stopwatch.mark()))
+
+    def end(self) -> None:
+        """Keep the seconds of the present step, at the speeds of the device before and after the step."""
+        between = self._stopwatch.seconds
+        if len(self._marks) > 2:
+            begin, middle, *_, end = self._marks
+            for _ in range(2):
+                paused_s = sum(itertools.starmap(between, self._pauses))
+                self._times_s.append((between(begin, middle) - paused_s, between(middle, end)))
+                self._stopwatch.check_speed()
+        self._marks.clear()
+        self._pauses.clear()
+
+    def time(self) -> StageTime | None:
+        """Return the medians over all timed steps; None if no optimizer has made a step."""
+        self.end()
+        medians = [*map(statistics.median, zip(*self._times_s, strict=True))]
+        return StageTime(self._num_microbatches, *medians) if medians else None
 
 
 def stage_words(layout: Layout, pp_rank: int) -> str:
@@ -125,23 +221,24 @@ def _never_skips(optimizer: Any) -> None:
             setattr(inner, name, lambda unscale=unscale: bool(unscale()) and False)
 
 
-@wrapping
-def _noise(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _received(timer: _Timer | None) -> Replacement:
     """Fill received tensors with noise, because with zeros all tokens would choose the same experts."""
-    received = original(*args, **kwargs)
-    with torch.no_grad():
-        for tensor in received[:2]:
-            if isinstance(tensor, torch.Tensor):
-                tensor.normal_()
-    return received
+
+    def noise(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        received = original(*args, **kwargs)
+        with torch.no_grad(), timer.paused() if timer else contextlib.nullcontext():
+            for tensor in received[:2]:
+                if isinstance(tensor, torch.Tensor):
+                    tensor.normal_()
+        return received
+
+    module = "megatron.core.pipeline_parallel.p2p_communication"
+    return Replacement(module=module, path="P2PCommunicator._communicate", make=wrapping(noise))
 
 
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 _FSDP_BUFFER = "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
 _WITHOUT_PEERS = (
-    Replacement(
-        module="megatron.core.pipeline_parallel.p2p_communication", path="P2PCommunicator._communicate", make=_noise
-    ),
     # The fake process group has no coalesced collectives.
     Replacement(module=_BUFFER, path="_coalescing_manager", make=instead(no_coalescing)),
     Replacement(module=_FSDP_BUFFER, path="_coalescing_manager", make=instead(no_coalescing)),

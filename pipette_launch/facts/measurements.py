@@ -74,14 +74,14 @@ class MemoryNeed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageReading:
-    """Measured memory peak of one rank in a training step with all micro-batches, gradients and optimizer."""
+    """Measured memory peak and seconds of one rank in a training step with micro-batches, gradients and optimizer."""
 
     job_digest: str
-    """`memory_digest` of the job. The measured peak is valid only for jobs with the same digest."""
+    """`memory_digest` of the job. The reading is valid only for jobs with the same digest."""
     layout: Layout
     pp_rank: int
     slot: int
-    """Slot (host and device) on which the peak was measured. The peak does not depend on the slot."""
+    """Slot (host and device) of the measurement. The peak does not depend on the slot, but the seconds do."""
     allocator_peak_bytes: int
     """Peak of torch's allocations on CUDA, with workspaces. On CPU, the peak is the sum of the model's tensors."""
     reserved_peak_bytes: int
@@ -95,16 +95,28 @@ class StageReading:
     """
     allocator_config: str = field(default="", metadata=ADDED_LATER)
     """Value of `Job.allocator_config`, which affects `reserved_peak_bytes`."""
+    num_microbatches: int = field(default=0, metadata=ADDED_LATER)
+    """Micro-batches in `schedule_s`. 0 = the step was not timed."""
+    schedule_s: float = field(default=0.0, metadata=ADDED_LATER)
+    """Seconds of forward and backward of the micro-batches, without waits for batches and for other ranks."""
+    update_s: float = field(default=0.0, metadata=ADDED_LATER)
+    """Seconds from the last backward to the end of the optimizer's step, without waits for other ranks."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.pp_rank < self.layout.pp:
             raise FactError(f"pp_rank={self.pp_rank} is not one of the layout's {self.layout.pp}")
         check_numbers(self, "slot", "allocator_peak_bytes", "reserved_peak_bytes", "device_peak_bytes", limit=0)
+        check_numbers(self, "num_microbatches", "schedule_s", "update_s", limit=0)
+
+    def times(self, factor: float) -> StageReading:
+        """Return the reading with its seconds multiplied by a factor."""
+        return replace(self, schedule_s=self.schedule_s * factor, update_s=self.update_s * factor)
 
 
 def memory_digest(job: Job) -> str:
-    """Return a digest of all properties of a job, except the layout, that affect the memory of a stage."""
-    return files.digest(job.model, job.batch, job.grad_reduce_in_bf16, job.optimizer, job.performance_flags)
+    """Return a digest of all properties of a job, except the layout, that affect memory or seconds of a stage."""
+    job_facts = (job.model, job.batch, job.grad_reduce_in_bf16, job.optimizer, job.performance_flags)
+    return files.digest(*job_facts, job.megatron_version)
 
 
 Origin = Literal["measured", "again", "estimated", "cached"]
@@ -460,7 +472,7 @@ def without_hosts(measurements: Measurements, names: Collection[str]) -> Measure
             for reading in measurements.memory
             if reading.slot in slots or reading.case not in read
         ),
-        stages=tuple(replace(reading, slot=slots.get(reading.slot, 0)) for reading in measurements.stages),
+        stages=_stages(measurements, slots),
         conditions=tuple(measurements.conditions[slot] for slot in slots) if measurements.conditions else (),
         verdicts=tuple(one for one in measurements.verdicts if one.host not in names and one.other_host not in names),
         survey=_survey(survey, kept_H) if survey else None,
@@ -482,6 +494,21 @@ def _survey(survey: LinkSurvey, kept_H: Sequence[int]) -> LinkSurvey:
     )
 
 
+def _stand_in(speed: Sequence[float], slots: Collection[int], gone: int) -> tuple[int, float]:
+    """Return the remaining slot of the nearest speed for a removed slot, and the factor on the removed slot's times."""
+    # A slot's speed times its seconds is the time of a slot with speed 1.
+    slot = min(slots, key=lambda slot: abs(speed[slot] - speed[gone]))
+    return slot, speed[gone] / speed[slot]
+
+
+def _stages(measurements: Measurements, slots: dict[int, int]) -> tuple[StageReading, ...]:
+    speed, readings = measurements.cluster.slot_speed, []
+    for reading in measurements.stages:
+        slot, factor = (reading.slot, 1.0) if reading.slot in slots else _stand_in(speed, slots, reading.slot)
+        readings.append(replace(reading.times(factor), slot=slots[slot]))
+    return tuple(readings)
+
+
 def _compute(measurements: Measurements, slots: dict[int, int]) -> tuple[ComputeTime, ...]:
     speed = measurements.cluster.slot_speed
     timed = {(time.case, time.part) for time in measurements.compute if time.slot in slots}
@@ -490,9 +517,7 @@ def _compute(measurements: Measurements, slots: dict[int, int]) -> tuple[Compute
         if time.slot in slots:
             times.append(replace(time, slot=slots[time.slot]))
         elif (time.case, time.part) not in timed:
-            # A slot's speed times its seconds is the time of a slot with speed 1.
-            stand_in = min(slots, key=lambda slot: abs(speed[slot] - speed[time.slot]))
-            factor = speed[time.slot] / speed[stand_in]
+            stand_in, factor = _stand_in(speed, slots, time.slot)
             idle = {name: factor * getattr(time, name) for name in ("forward_idle_s", "backward_idle_s")}
             times.append(replace(time.times(factor), slot=slots[stand_in], **idle))
     return tuple(times)

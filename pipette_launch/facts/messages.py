@@ -165,6 +165,8 @@ class StageCase:
     pp_rank: int
     predicted_bytes: int = 0
     """Predicted memory peak of the rank. 0 = no prediction."""
+    state_bytes: int = 0
+    """Predicted bytes of weights, gradients and optimizer states. 0 = no prediction."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.pp_rank < self.layout.pp:

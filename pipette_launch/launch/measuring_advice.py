@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.exchanges import Groups, collective_dimensions
 from pipette_launch.cost.compute.carried_over import with_extrapolated_times
+from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers.parameters import has_two_embeddings
+from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PipetteError, PlanError
 from pipette_launch.facts import Choice, Job, Layout, Plan, files
 from pipette_launch.facts.messages import Advice, Dimension, MeasuringQuestion, StageCase
@@ -68,7 +70,7 @@ def advise(question: MeasuringQuestion, options: SolveOptions, clock: Callable[[
     return Advice(
         host_pairs=host_pairs(job, shortlist, plan.devices_per_host),
         dimensions=dimensions(job, shortlist),
-        stages=fullest_stages(shortlist),
+        stages=stage_cases(job, shortlist, ComputeTable(job, measured)),
         words=f"{len(shortlist)} {plural('plan', len(shortlist))} shortlisted in {plan.solve_s:.1f} s, first {first}",
     )
 
@@ -105,15 +107,29 @@ def dimensions(job: Job, shortlist: Sequence[Choice]) -> tuple[Dimension, ...]:
     return tuple(found.values())[:MOST_DIMENSIONS]
 
 
-def fullest_stages(shortlist: Sequence[Choice]) -> tuple[StageCase, ...]:
-    """Return all pipeline ranks: first each layout's fullest rank, then each layout's second fullest rank."""
+def stage_cases(job: Job, shortlist: Sequence[Choice], table: ComputeTable) -> tuple[StageCase, ...]:
+    """Return the pipeline ranks to run, the most valuable first.
+
+    The fullest rank decides if a plan fits, and the slowest rank decides the time of a step. Both come first for the
+    best plan and for the next plan, the user's own. Then come each plan's fullest, slowest, middle and other ranks.
+    """
     ranked = []
     for choice in shortlist:
-        peaks = choice.peak_memory_bytes
-        ranks = sorted(range(choice.layout.pp), key=lambda rank, peaks=peaks: -peaks[rank])  # type: ignore[misc]
-        ranked.append([StageCase(layout=choice.layout, pp_rank=rank, predicted_bytes=peaks[rank]) for rank in ranks])
+        layout, peaks = choice.layout, choice.peak_memory_bytes
+        seconds = [one.forward_s + one.backward_s + one.recompute_s for one in table.chunk_passes(layout)]
+        fullest = sorted(range(layout.pp), key=lambda rank, peaks=peaks: -peaks[rank])  # type: ignore[misc]
+        slowest = max(range(layout.pp), key=lambda rank, each=seconds, pp=layout.pp: sum(each[rank::pp]))  # type: ignore[misc]
+        ranks = dict.fromkeys((fullest[0], slowest, layout.pp // 2, *fullest))
+        states = [parts.weights + parts.gradients + parts.optimizer for parts in peak_memory_bytes(job, layout)]
+        ranked.append(
+            [
+                StageCase(layout=layout, pp_rank=rank, predicted_bytes=peaks[rank], state_bytes=states[rank])
+                for rank in ranks
+            ]
+        )
+    first = chain.from_iterable(cases[:2] for cases in ranked[:2])
     found: dict[tuple[Layout, int], StageCase] = {}
-    for case in filter(None, chain.from_iterable(zip_longest(*ranked))):
+    for case in (*first, *filter(None, chain.from_iterable(zip_longest(*ranked)))):
         found.setdefault((case.layout, case.pp_rank), case)
     return tuple(found.values())[:MOST_STAGES]
 

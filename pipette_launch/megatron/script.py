@@ -123,6 +123,8 @@ OF_MANY_LAYERS = (
 DATA = (r"data_path|\w+_data_path|\w*data_args_path|data_cache_path",)
 FORCED_BALANCE = "--moe-router-force-load-balancing"
 """Flag by which Megatron's router chooses experts at random, because received tokens of a fake group are garbage."""
+PLAYED_STEPS = 10
+"""Least number of training steps that the script is told to make, more than the played stage needs."""
 WARM_UPS = 2
 """Number of first iterations that a trial does not count, because of compilation, new communicators and cold caches."""
 
@@ -186,6 +188,8 @@ def played_arguments(
     written = given.without(*(dest for dest in dests if re.fullmatch(gone, dest)))
     if mocks_data:
         written = written.with_flag("--mock-data").with_value("num_workers", 0)
+        if not single_layers and (job.train_iters or PLAYED_STEPS) < PLAYED_STEPS and "train_iters" in dests:
+            written = written.with_value("train_iters", PLAYED_STEPS)
         if forces_balance(job):
             written = written.with_flag(FORCED_BALANCE)
     if single_layers:

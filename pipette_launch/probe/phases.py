@@ -479,7 +479,7 @@ def assemble(
     if not any(result.compute for result in results):
         raise ProbeError(f"no slot could measure a layer: {'; '.join(notes) or 'no reason was given'}")
     found = speeds(options, [result.paces for result in results])
-    of_slots = zip(results, factors(options, results, found), strict=True)
+    of_slots = [*zip(results, factors(options, results, found), strict=True)]
     compute = tuple(time.times(factor) for result, factor in of_slots for time in result.compute)
     measured = {time.case for time in compute}
     missing = [case for case in options.cases if case not in measured]
@@ -504,7 +504,7 @@ def assemble(
         timed_flags=results[0].timed_flags,
         overhead_bytes=overhead.total_bytes if overhead else 0,
         overhead=overhead if options.device_kind == "cuda" else None,
-        stages=tuple(reading for result in results for reading in result.stages),
+        stages=tuple(reading.times(factor) for result, factor in of_slots for reading in result.stages),
         versions=versions,
         taken_at=taken_at,
         phase_s={phase: max(result.phase_s.get(phase, 0.0) for result in results) for phase in PHASES},

@@ -99,6 +99,18 @@ def test_a_reading_is_of_a_stage_that_exists() -> None:
         reading(pp_rank=2)
 
 
+def test_a_reading_of_an_earlier_release_has_no_time() -> None:
+    """A file without the seconds reads as before, and reads as not timed."""
+    plain = {
+        name: value
+        for name, value in files.to_plain(reading()).items()
+        if name not in ("num_microbatches", "schedule_s", "update_s")
+    }
+
+    assert reading() == files.from_plain(StageReading, plain, "an earlier file")
+    assert reading().num_microbatches == 0
+
+
 def test_a_reading_is_of_one_job() -> None:
     """The digest depends on batch and model, but not on layout and pins."""
     job = tiny_job(4)
@@ -106,6 +118,7 @@ def test_a_reading_is_of_one_job() -> None:
     assert memory_digest(job) == memory_digest(replace(job, own=Layout(tp=4), pinned=("tp",), train_iters=99))
     assert memory_digest(job) != memory_digest(replace(job, batch=Batch(global_batch_size=4)))
     assert memory_digest(job) != memory_digest(replace(job, model=tiny_model(num_layers=8)))
+    assert memory_digest(job) != memory_digest(replace(job, megatron_version="0.17.0"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +237,9 @@ def drawn(rng: random.Random, hosts: int, devices: int) -> Measurements:
                 allocator_peak_bytes=slot,
                 reserved_peak_bytes=0,
                 device_peak_bytes=0,
+                num_microbatches=2,
+                schedule_s=rng.uniform(0.1, 1),
+                update_s=rng.uniform(0.1, 1),
             )
             for slot in slots
         ),
@@ -322,6 +338,13 @@ def test_what_is_left_says_the_same(hosts: int, devices: int, rng: random.Random
     assert [reading.allocator_peak_bytes for reading in whole.stages] == [
         reading.allocator_peak_bytes for reading in less.stages
     ]
+    # Speed times seconds changes only by the unit of speeds, which is the median slot.
+    for name in ("schedule_s", "update_s"):
+        before, after = (
+            [one.cluster.slot_speed[reading.slot] * getattr(reading, name) for reading in one.stages]
+            for one in (whole, less)
+        )
+        assert [each / before[0] for each in before] == pytest.approx([each / after[0] for each in after])
     # A field that is added to the file later must also name only slots that exist.
     assert max(slots_in(files.to_plain(less))) < less.cluster.num_slots
     assert less == files.loads(Measurements, files.dumps(less), "itself")

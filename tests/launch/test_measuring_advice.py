@@ -23,6 +23,7 @@ from facts_for_tests import (
 from search.worlds import still
 
 from pipette_launch.cost.communication.exchanges import step_traffic
+from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.facts import Choice, Job, Layout, files
 from pipette_launch.facts.messages import Advice, MeasuringQuestion
 from pipette_launch.launch import measuring_advice
@@ -140,16 +141,27 @@ def test_pairs_of_the_first_plan_come_first() -> None:
     assert {(0, 2), (1, 3)} == set(pairs[4:])
 
 
-def test_the_fullest_stage_of_each_plan_comes_first() -> None:
-    """Then the next fullest of each; a layout that differs in nothing else is not asked for twice."""
-    one, other = Layout(pp=2, dp=2), Layout(pp=4)
-    found = measuring_advice.fullest_stages(
-        [choice(one, peaks=(5, 7)), choice(other, peaks=(9, 1, 2, 3)), choice(one, (1, 0, 2, 3))]
+def test_the_best_two_plans_run_both_stages_that_decide() -> None:
+    """Then each plan's fullest, slowest and middle stage; a layout that differs in nothing else is not run twice."""
+    one, other, third = Layout(pp=2, dp=2), Layout(pp=4), Layout(pp=4, micro_batch_size=2)
+    table = ComputeTable(tiny_job(4), tiny_measurements(tiny_cluster()))
+    found = measuring_advice.stage_cases(
+        tiny_job(4),
+        [
+            choice(one, peaks=(7, 5)),
+            choice(other, peaks=(9, 1, 2, 3)),
+            choice(one, (1, 0, 2, 3)),
+            choice(third, peaks=(1, 1, 1, 2)),
+        ],
+        table,
     )
 
-    assert [(one, 1), (other, 0), (one, 0), (other, 3), (other, 2), (other, 1)] == [
+    # The last stage is the slowest, because of the head. In the last plan the last stage is also the fullest.
+    assert [(one, 0), (one, 1), (other, 0), (other, 3), (third, 3), (third, 2), (other, 2), (third, 0)] == [
         (case.layout, case.pp_rank) for case in found
     ]
+    # A rank that holds a layer of 49,984 parameters, the embedding and positions has 4 bytes for each of four copies.
+    assert 16 * (49_984 + (256 + 32) * 64) == found[2].state_bytes
 
 
 def test_the_user_own_plan_is_looked_at_too() -> None:

@@ -45,6 +45,8 @@ CASES = {
 }
 
 
+TIMED = ("first of four", "third of four", "interleaved", "experts")
+"""Stages whose steps are timed, too."""
 _FOUR = Layout(dp=4, **DISTRIBUTED)  # type: ignore[arg-type]
 _WIDE = {"hidden_size": 256, "kv_channels": 64, "ffn_hidden_size": 1024, "seq_length": 32}
 _FSDP = "--use-megatron-fsdp"

@@ -2,13 +2,15 @@
 
 import json
 import sys
+import time
 import warnings
 from typing import Any
 
 import torch.distributed as dist
-from patches.stage_cases import CASES, SHARDED, job_of
+from patches.stage_cases import CASES, SHARDED, TIMED, job_of
 
 from pipette_launch.facts import Layout
+from pipette_launch.probe.instruments import CpuStopwatch
 from pipette_patches.whole_stage import run_stage
 from pipette_patches.workload import WorkloadError, load
 
@@ -30,8 +32,11 @@ def main() -> None:
     original = P2PCommunicator._communicate
     found: dict[str, Any] = {}
     for name, case in (CASES | SHARDED).items():
-        run = run_stage(job_of(case.changes, case.layout, case.flags), case.layout, case.pp_rank, device_kind="cpu")
-        found[name] = {"peak": run.tally_bytes, "parts": run.parts, "notes": run.notes}
+        job, watch = job_of(case.changes, case.layout, case.flags), CpuStopwatch() if name in TIMED else None
+        began_s = time.thread_time()
+        run = run_stage(job, case.layout, case.pp_rank, device_kind="cpu", stopwatch=watch)
+        found[name] = {"peak": run.tally_bytes, "parts": run.parts, "notes": run.notes, "time": run.time}
+        found[name]["whole_s"] = time.thread_time() - began_s
     found["refusal"] = refusal()
     found["group left"] = dist.is_initialized()
     found["original back"] = P2PCommunicator._communicate is original

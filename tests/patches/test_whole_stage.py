@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from newest import with_gap_since_019
 from patches.findings import findings_of
-from patches.stage_cases import CASES, SHARDED, job_of
+from patches.stage_cases import CASES, SHARDED, TIMED, job_of
 
 from benchmarks.abstract_worker import Executor
 from pipette_launch.cost.layers.parameters import stage_parameters
@@ -46,6 +46,22 @@ def test_fp16_steps_whatever_its_gradients_are(found: dict[str, Any]) -> None:
     count = stage_parameters(job_of(CASES["fp16"].changes, layout).model, layout)[0].count
 
     assert pytest.approx(12 * count, rel=0.04) == found["fp16"]["parts"]["optimizer"]
+
+
+@pytest.mark.parametrize(("name", "num_microbatches"), [("first of four", 5), ("third of four", 3), ("experts", 2)])
+def test_a_step_is_timed_without_the_meter(found: dict[str, Any], name: str, num_microbatches: int) -> None:
+    """The median step has seconds of a schedule and of an optimizer, and three steps are not all of the run."""
+    count, schedule_s, update_s = found[name]["time"]
+
+    assert count == num_microbatches
+    assert 0 < update_s
+    assert 0 < schedule_s
+    assert found[name]["whole_s"] > 0
+
+
+def test_without_a_stopwatch_nothing_is_timed(found: dict[str, Any]) -> None:
+    """The other stages run two steps only."""
+    assert {name for name in (CASES | SHARDED) if found[name]["time"]} == set(TIMED)
 
 
 def predicted(name: str) -> MemoryParts:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import NamedTuple
 
 from pipette_launch.cost.compute.carried_over import repriced
 from pipette_launch.cost.compute.device_model import case_of
@@ -16,14 +17,76 @@ from pipette_launch.cost.layers.kinds import attention_core_share, column_share,
 from pipette_launch.cost.layers.passes import Hiding
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, LoadingTime, Measurements
+from pipette_launch.facts.layout import Field, Layout
+from pipette_launch.facts.measurements import (
+    LAYERS,
+    ComputeCase,
+    ComputeTime,
+    LoadingTime,
+    Measurements,
+    StageReading,
+    memory_digest,
+)
 from pipette_launch.facts.model import LayerKind
 from pipette_launch.megatron.performance import performance_options
 
 _CORE, _PREDICTION = "core_attention", "prediction"
 _MODELLED = "Compute time of {} was not measured. A model of the device carried it over from a measured case."
 _CACHED = "Compute time of {} was not measured now. The time comes from an earlier warm-up of these machines."
+STAGE_FIELDS: tuple[Field, ...] = ("tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch_size", "sequence_parallel")
+STAGE_FIELDS += ("layers_per_chunk", "chunks_after_mtp", "recompute")
+"""Fields of a layout that decide the compute time of its stages."""
+_shape = attrgetter(*STAGE_FIELDS)
+READING_ERROR = {"cpu": 0.08, "cuda": 0.02}
+"""Relative standard error of the measured seconds of one stage. On a CPU the speed of a core changes within seconds."""
+USUAL_SPREAD, LAYOUT_SPREAD = 0.15, 0.05
+"""Standard deviations of true factors: the usual factor of a job from 1, and of a stage from the job's usual factor."""
+
+
+class StageFactors(NamedTuple):
+    """Measured seconds of whole stages, divided by the sum of the seconds of the stages' layers and ends.
+
+    Layers that are timed alone find warm caches, and lack the code between passes and the sum of gradients.
+    """
+
+    usual: float = 1.0
+    """Factor for layouts without a measured stage."""
+    by_shape: Mapping[tuple[object, ...], tuple[float, ...]] = {}
+    """Factors of each pipeline rank divided by `usual`, by the `STAGE_FIELDS` of layouts with a measured stage."""
+    note: str = ""
+
+    @classmethod
+    def of(cls, ratios: Sequence[tuple[Layout, int, float]], error: float) -> StageFactors:
+        """Return the factors from measured (layout, pipeline rank, ratio of measured to predicted seconds).
+
+        `error` is the relative standard error of a ratio; ratios that scatter more have a larger error. A measured
+        factor counts by its certainty: the logarithm of a factor whose true value has the variance p, and whose
+        measured value has the error variance e, is multiplied by p / (p + e). An unmeasured stage has the mean factor
+        of its layout's measured stages.
+        """
+        if not ratios:
+            return cls()
+        logs = [math.log(ratio) for _, _, ratio in ratios]
+        middle, variance = statistics.median(logs), max(error**2, statistics.pvariance(logs))
+        usual = math.exp(_believed([middle] * len(logs), USUAL_SPREAD, variance))
+        apart: dict[tuple[object, ...], list[list[float]]] = {}
+        for (layout, rank, _), log in zip(ratios, logs, strict=True):
+            apart.setdefault(_shape(layout), [[] for _ in range(layout.pp)])[rank].append(log - middle)
+        by_shape = {}
+        for shape, ranks in apart.items():
+            mean = _believed([log for rank in ranks for log in rank], LAYOUT_SPREAD, variance)
+            own = (_believed(rank, LAYOUT_SPREAD, variance) if rank else mean for rank in ranks)
+            by_shape[shape] = tuple(map(math.exp, own))
+        note = (
+            f"Compute times of layers are multiplied by {usual:.3f}: {len(logs)} whole stages took "
+            f"{math.exp(min(logs)):.2f} to {math.exp(max(logs)):.2f} times the sum of their layers."
+        )
+        return cls(usual, by_shape, note)
+
+
+def _believed(values: Sequence[float], spread: float, error_variance: float) -> float:
+    """Return the mean of measured deviations times its certainty, if true deviations scatter around 0 by `spread`."""
+    return statistics.mean(values) * spread**2 / (spread**2 + error_variance / len(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +170,14 @@ class ComputeTable:
         cases = sorted({case for case, _ in self._passes})
         self._complete = [case for case in cases if all((case, part) in self._passes for part in self._parts)]
         self._sources: dict[ComputeCase, ComputeCase | None] = {case: case for case in self._complete}
+        self.factors = StageFactors()
+        """Factors of measured stages on the times of this table, which include the usual factor."""
+        ratios = [*self._ratios(timed_stages(job, measurements), measurements.cluster.slot_speed)]
+        self.factors = StageFactors.of(ratios, READING_ERROR[self.device_kind])
+        self._scaled.clear()
+        self._passes = {key: one * self.factors.usual for key, one in self._passes.items()}
+        for parts in self._shared.values():
+            parts.update({name: one * self.factors.usual for name, one in parts.items()})
 
     @property
     def copies_to_host(self) -> bool:
@@ -156,8 +227,36 @@ class ComputeTable:
 
         Raises PlanError if no case with the layout's tp was measured.
         """
-        model, part = self._job.model, self._passes_of(layout)
+        chunks = self._unwaiting(layout)
+        factors = self.factors.by_shape.get(_shape(layout), (1.0,))
+        chunks = [chunk * factors[index % len(factors)] for index, chunk in enumerate(chunks)]
         loaded = Passes(forward_s=self._loading.seconds(layout.micro_batch_size))
+        # If the pipeline has a single stage, the time for loading its tokens already includes loading its labels.
+        readers = {0, layout.num_chunks - 1, *((layout.mtp_chunk,) if layout.chunks_after_mtp else ())}
+        # In a pipeline each rank waits for a message before each pass of a chunk. A rank without a pipeline waits once
+        # a step, for the exchange of gradients. A wait costs processor time: a step of four ranks on two cores took
+        # 24.2 ms with exchanges and 19.6 ms without exchanges.
+        waits = 1.0 if layout.pp > 1 else 1 / layout.num_microbatches(self._job.batch.global_batch_size)
+        return tuple(
+            chunk + self.wake * waits + (loaded if index in readers else Passes()) for index, chunk in enumerate(chunks)
+        )
+
+    def _ratios(self, readings: Sequence[StageReading], speed: Sequence[float]) -> Iterator[tuple[Layout, int, float]]:
+        """Yield measured stages with the ratio of their seconds to the sum of their parts, if the parts were timed."""
+        for reading in readings:
+            layout, case = reading.layout, case_of(reading.layout)
+            if self.source(case) != case or case in self._origins:
+                continue
+            chunks = self._unwaiting(layout)[reading.pp_rank :: layout.pp]
+            parts_s = sum(chunk.forward_s + chunk.backward_s + chunk.recompute_s for chunk in chunks)
+            # The measured stage lacks the same flags as the timed layers.
+            as_timed_s = parts_s / self._repriced.factors.get(case, 1.0)
+            measured_s = speed[reading.slot] * reading.schedule_s / reading.num_microbatches
+            yield layout, reading.pp_rank, measured_s / as_timed_s
+
+    def _unwaiting(self, layout: Layout) -> list[Passes]:
+        """Return the passes of one micro-batch on each chunk in model order, without loading and waits."""
+        model, part = self._job.model, self._passes_of(layout)
         chunks, first = [], 0
         seen: dict[tuple[LayerKind, ...], Passes] = {}
         for layers in layout.chunk_layers(model.num_layers):
@@ -168,16 +267,11 @@ class ComputeTable:
             chunks.append(seen[kinds])
         # Schedules never delay weight gradients of embedding and head, because the head would have to keep its logits'
         # gradients.
-        chunks[0] += replace(part["embedding"], weight_grad_s=0.0) + loaded
-        # If the pipeline has a single stage, the time for loading its tokens already includes loading its labels.
+        chunks[0] += replace(part["embedding"], weight_grad_s=0.0)
         head, prediction = self._ends(layout, part)
-        chunks[-1] += head + (loaded if layout.pp > 1 else Passes())
-        chunks[layout.mtp_chunk] += prediction + (loaded if layout.chunks_after_mtp else Passes())
-        # In a pipeline each rank waits for a message before each pass of a chunk. A rank without a pipeline waits once
-        # a step, for the exchange of gradients. A wait costs processor time: a step of four ranks on two cores took
-        # 24.2 ms with exchanges and 19.6 ms without exchanges.
-        waits = 1.0 if layout.pp > 1 else 1 / layout.num_microbatches(self._job.batch.global_batch_size)
-        return tuple(chunk + self.wake * waits for chunk in chunks)
+        chunks[-1] += head
+        chunks[layout.mtp_chunk] += prediction
+        return chunks
 
     def unit_passes(self, layout: Layout) -> tuple[Passes, ...]:
         """Return the passes of each unit that `chunk_passes` adds up; 0 s for kinds of layers that the model lacks.
@@ -291,6 +385,13 @@ class ComputeTable:
         moved = offloaded(self._job, layout, kind).moved
         exposed_s = moved / self._host_bytes_per_s - layer.backward_s - layer.recompute_s
         return replace(layer, backward_s=layer.backward_s + max(0.0, exposed_s))
+
+
+def timed_stages(job: Job, measurements: Measurements) -> list[StageReading]:
+    """Return the readings of the job's own stages whose steps were timed."""
+    timed = [reading for reading in measurements.stages if reading.num_microbatches and reading.schedule_s]
+    digest = memory_digest(job) if timed else ""
+    return [reading for reading in timed if reading.job_digest == digest]
 
 
 def _median_passes(

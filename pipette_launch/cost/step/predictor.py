@@ -17,12 +17,12 @@ from pipette_launch.cost.communication.collectives import Fabric, Routes
 from pipette_launch.cost.communication.exchanges import Groups, group_sizes, loss_report_bytes
 from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.compute.stages import ComputeTable
-from pipette_launch.cost.layers.parameters import OnceAStep, sharding_of
+from pipette_launch.cost.layers.parameters import sharding_of
 from pipette_launch.cost.layers.passes import Collective
 from pipette_launch.cost.pipeline.engine import Engine, StageTimes
 from pipette_launch.cost.pipeline.extra import StreamEngine
 from pipette_launch.cost.step.assemble import StepTime, stage_times, step_parts, totals_s_K
-from pipette_launch.cost.step.work import LayoutWork, Prices
+from pipette_launch.cost.step.work import LayoutWork, Prices, once_a_step
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import RING, Job, flag_of
 from pipette_launch.facts.layout import Floats, Ints, Layout
@@ -254,6 +254,7 @@ class Predictor:
         self._job = job
         self._measurements = measurements
         self.compute = ComputeTable(job, measurements)
+        self._once = once_a_step(job, measurements)
         self.fabric = Fabric(measurements.cluster, measurements.collectives)
         self._slowness_W = 1.0 / np.array(measurements.cluster.slot_speed)
         self._work = lru_cache(_CACHED_LAYOUTS)(self._new_work)
@@ -268,7 +269,7 @@ class Predictor:
     def notes(self, layout: Layout) -> tuple[str, ...]:
         """Return the assumptions behind this layout's step time, one sentence each."""
         case = self.compute.note(case_of(layout))
-        assumed = [*filter(None, (case, self.compute.flags_note(case_of(layout))))]
+        assumed = [*filter(None, (case, self.compute.flags_note(case_of(layout)), self.compute.factors.note))]
         if self._measurements.optimizer_s_per_parameter is None:
             assumed.append("The optimizer step was not measured and counts as 0 s.")
         if not self._measurements.collectives:
@@ -349,7 +350,7 @@ class Predictor:
     def _new_work(self, layout: Layout) -> LayoutWork:
         report_bytes = loss_report_bytes(self._measurements.cluster.device_kind)
         loss_s = self.fabric.bound_s("all_reduce", layout.dp * layout.cp, report_bytes) if report_bytes else 0.0
-        once, domain = OnceAStep.of(self._measurements), self.fabric.domain_slots
+        once, domain = self._once, self.fabric.domain_slots
         return LayoutWork.of(self._job, layout, self.compute, once, loss_s=loss_s, domain=domain)
 
 

@@ -36,14 +36,14 @@ from pipette_launch.cost.communication.exchanges import (
     num_buckets,
 )
 from pipette_launch.cost.compute.device_model import case_of
-from pipette_launch.cost.compute.stages import ComputeTable
+from pipette_launch.cost.compute.stages import STAGE_FIELDS, ComputeTable
 from pipette_launch.cost.layers import parameters
 from pipette_launch.cost.layers.block import residual_bytes
 from pipette_launch.cost.layers.passes import Exchange, Hiding
 from pipette_launch.cost.step.assemble import StepEnd, gather_waits_s, gathers_in_forward
 from pipette_launch.cost.step.pipeline_bound import Pipelines, drains
 from pipette_launch.cost.step.predictor import Predictor
-from pipette_launch.cost.step.work import exposed_s, pass_s
+from pipette_launch.cost.step.work import exposed_s, once_a_step, pass_s
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Field, Floats, Ints, Layout, LayoutColumns, codes_of, grouped
@@ -137,7 +137,7 @@ class Tables:
 
     def __init__(self, job: Job, measurements: Measurements, compute: ComputeTable, fabric: Fabric) -> None:
         self.job, self.compute, self.fabric, cluster = job, compute, fabric, measurements.cluster
-        self.once_a_step = parameters.OnceAStep.of(measurements)
+        self.once_a_step = once_a_step(job, measurements)
         slowness = [1.0 / speed for speed in cluster.slot_speed]
         self.fastest, self.slowest = min(slowness), max(slowness)
         self._num_slots, self.devices, self.num_hosts = cluster.num_slots, cluster.devices_per_host, len(cluster.hosts)
@@ -185,6 +185,15 @@ class Tables:
     def microbatches_N(self, columns: LayoutColumns) -> Ints:
         """Return the micro-batches of one step."""
         return np.asarray(self.job.batch.global_batch_size // (columns.dp * columns.micro_batch_size))
+
+    def lowering_N(self, columns: LayoutColumns) -> Floats:
+        """Return the factor on each layout's bound, for rounding and for measured stages that are faster than usual.
+
+        A step is at least its bound times this factor: no part of the step falls by more than the layout's compute.
+        """
+        shapes, measured = columns.groups(*STAGE_FIELDS), self.compute.factors.by_shape
+        least_U = [min((1.0, *measured.get(key, ()))) for key in columns.values(shapes.first_U, *STAGE_FIELDS)]
+        return np.array(least_U)[shapes.group_N] * (1 - _ROUNDING)
 
     def tensor_fits_hosts(self, columns: LayoutColumns) -> NDArray[np.bool_]:
         """Return whether each tensor-parallel group fits on one host; False if tp is 1 or the cluster has one host."""
@@ -377,7 +386,8 @@ class BoundColumns:
             beside_NP = (first_UP.cumsum(axis=1) - first_UP + hops_UP)[group_N]
             fast_NP, slow_NP = (n_N[rows][:, None] * each.sum(axis=1)[group_N] for each in (fast_UVP, slow_UVP))
             seconds_N[known[rows]] = np.maximum((fast_NP + beside_NP).max(axis=1), (slow_NP + beside_NP).min(axis=1))
-        return seconds_N * (1 - _ROUNDING)
+        seconds_N[known] *= self._tables.lowering_N(columns)
+        return seconds_N
 
     def sharpened(self, columns: LayoutColumns) -> Floats:
         """Return higher bounds at two or three times the cost; 0 s if no group inside layers fits on one host.
@@ -422,7 +432,8 @@ class BoundColumns:
                 passes = _Passes(self._tables, some, unit.take(part), here, crossing.take(part) if crossing else None)
                 update = _UpdatePrices(self._tables, some, (group_N[part], unit_parameters_U2X), here, groups_lie)
                 seconds_N[known[part]] = _step_s_N(some, passes, update)
-        return seconds_N * (1 - _ROUNDING)
+        seconds_N[known] *= self._tables.lowering_N(columns)
+        return seconds_N
 
 
 class _Passes:

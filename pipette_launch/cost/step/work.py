@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,13 +18,14 @@ from pipette_launch.cost.communication.exchanges import (
     meets_receivers,
     step_traffic,
 )
-from pipette_launch.cost.compute.stages import ComputeTable
+from pipette_launch.cost.compute.stages import ComputeTable, timed_stages
 from pipette_launch.cost.layers.block import residual_bytes
 from pipette_launch.cost.layers.parameters import OnceAStep, expert_dp, gradient_bytes_per_parameter, shard_copies
 from pipette_launch.cost.layers.passes import Collective, Exchange
 from pipette_launch.cost.pipeline.engine import Engine, engine_of
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Floats, Ints, Layout
+from pipette_launch.facts.measurements import Measurements
 
 _PASSES = ("forward_s", "backward_s", "recompute_s", "weight_grad_s", "forward_idle_s", "backward_idle_s")
 
@@ -91,12 +93,25 @@ class LayoutWork:
             loss_s=loss_s,
             expert_dp=expert_dp(layout),
             shard_copies=shard_copies(job),
-            optimizer_s_P=once.seconds(
-                np.array(traffic.resident_parameters),
-                np.array(traffic.held_gradients) * gradient_bytes_per_parameter(job),
-            ),
+            optimizer_s_P=_update_s_P(job, traffic, once),
             rank_S=np.arange(layout.num_chunks) % layout.pp,
         )
+
+
+def _update_s_P(job: Job, traffic: StepTraffic, once: OnceAStep) -> Floats:
+    gradient_bytes_P = np.array(traffic.held_gradients) * gradient_bytes_per_parameter(job)
+    return once.seconds(np.array(traffic.resident_parameters), gradient_bytes_P)
+
+
+def once_a_step(job: Job, measurements: Measurements) -> OnceAStep:
+    """Return the times of the work once a step, with the seconds that measured stages take in addition."""
+    once, speed = OnceAStep.of(measurements), measurements.cluster.slot_speed
+    more_s = [
+        speed[reading.slot] * reading.update_s
+        - float(_update_s_P(job, step_traffic(job, reading.layout), once)[reading.pp_rank])
+        for reading in timed_stages(job, measurements)
+    ]
+    return once._replace(host_s=once.host_s + max(0.0, statistics.median(more_s or [0.0])))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,13 +18,11 @@ from pipette_launch.facts import (
     ComputeCase,
     ComputeTime,
     Job,
-    Layout,
     LoadingTime,
     MemoryReading,
     ModelSpec,
     StageReading,
 )
-from pipette_launch.facts.job import OPTIMIZER_STATE_BYTES
 from pipette_launch.facts.measurements import LAYERS, memory_digest
 from pipette_launch.facts.messages import StageCase
 from pipette_launch.probe.compute.own_script import OwnScript
@@ -91,27 +89,6 @@ def weight_bytes(job: Job, case: ComputeCase) -> int:
     split = layers * (0 if experts else attention + mlp) + tables * table
     parameters = split // case.tp + layers * experts // job.own.ep
     return parameters * (2 * model.dtype_bytes + FP32_BYTES)
-
-
-def state_bytes(job: Job, layout: Layout, pp_rank: int) -> int:
-    """Return a lower bound of the bytes of one rank of a stage: weights, gradients and optimizer states of its layers.
-
-    Raises LayoutError if the layout does not split the layers evenly.
-    """
-    model = job.model
-    layers = layout.stage_layers(model.num_layers)[pp_rank]
-    attention, mlp, experts = _layer_parameters(model)
-    ends = (pp_rank == 0) + (pp_rank == layout.pp - 1 and model.untie_embeddings_and_output_weights)
-    table = model.padded_vocab_size(layout.tp) * model.hidden_size
-    parameters = (layers * (attention if experts else attention + mlp) + ends * table) // layout.tp
-    # If some layers have no experts, experts do not count at all, so that the result stays a lower bound.
-    if all(model.moe_layer_freq):
-        parameters += layers * experts // (layout.ep * layout.etp)
-    gradient = 2 if job.grad_reduce_in_bf16 else FP32_BYTES
-    master = FP32_BYTES if model.dtype_bytes == 2 else 0
-    shards = layout.dp * layout.cp if layout.use_distributed_optimizer else 1
-    optimizer = (OPTIMIZER_STATE_BYTES.get(job.optimizer, 0) + master) // shards
-    return parameters * (model.dtype_bytes + gradient + optimizer)
 
 
 @dataclass(kw_only=True)
@@ -461,7 +438,8 @@ class StageBench(Bench):
                     self.notes.append(f"stages: {left} of {len(cases)} were not measured, because the budget was spent")
                 return
             before_s = budget.clock()
-            lockstep.progress.step(turn, -(-len(cases) // self.options.num_slots))
+            turns = -(-len(cases) // self.options.num_slots)
+            lockstep.progress.step(turn, turns, stage_words(case.layout, case.pp_rank) if case else "")
             if case is not None:
                 self._measure(case)
             lockstep.barrier(budget.left_s())
@@ -469,14 +447,13 @@ class StageBench(Bench):
 
     def _measure(self, case: StageCase) -> None:
         words = stage_words(case.layout, case.pp_rank)
-        needed_bytes = least_bytes = state_bytes(self.options.job, case.layout, case.pp_rank)
         on_cpu = self.options.device_kind == "cpu"
         if on_cpu:
-            needed_bytes = int(HEAP_FACTOR * max(least_bytes, case.predicted_bytes))
+            needed_bytes = int(HEAP_FACTOR * max(case.state_bytes, case.predicted_bytes))
         else:
             # On a GPU an out-of-memory error is a valid result. So a stage is left out only if its weights, gradients
             # and optimizer states cannot fit.
-            needed_bytes += self.meter.overhead_bytes()
+            needed_bytes = case.state_bytes + self.meter.overhead_bytes()
         with self.noting(words):
             self.check_free_memory(words, needed_bytes)
             runs: list[StageRun] = []
@@ -506,6 +483,7 @@ class StageBench(Bench):
                     device_peak_bytes=peak.device_bytes,
                     ran_out=not runs,
                     allocator_config=self.options.job.allocator_config,
+                    **(runs[0].time._asdict() if runs and runs[0].time else {}),
                 )
             )
 
@@ -514,7 +492,11 @@ class StageBench(Bench):
         job, kind = self.options.job, self.options.device_kind
         try:
             program = self.script.for_stages if self.script else None
-            runs.append(whole_stage.run_stage(job, case.layout, case.pp_rank, device_kind=kind, program=program))
+            watch = stopwatch_for(kind)
+            run = whole_stage.run_stage(
+                job, case.layout, case.pp_rank, device_kind=kind, program=program, stopwatch=watch
+            )
+            runs.append(run)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

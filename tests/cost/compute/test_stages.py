@@ -1,14 +1,25 @@
 """Stage times from measured parts, and the stated way to get those that were not measured."""
 
+import math
 from dataclasses import replace
 
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 
-from pipette_launch.cost.compute.stages import ComputeTable, Passes
+from pipette_launch.cost.compute.stages import ComputeTable, Passes, StageFactors
 from pipette_launch.cost.layers.kinds import offloaded
 from pipette_launch.errors import PlanError
-from pipette_launch.facts import ComputeCase, ComputeTime, Layout, LoadingTime, Measurements, Recompute, Samples
+from pipette_launch.facts import (
+    ComputeCase,
+    ComputeTime,
+    Layout,
+    LoadingTime,
+    Measurements,
+    Recompute,
+    Samples,
+    StageReading,
+)
+from pipette_launch.facts.measurements import memory_digest
 
 CASE = ComputeCase(tp=1, cp=1, micro_batch_size=1)
 TWO = ComputeCase(tp=1, cp=1, micro_batch_size=2)
@@ -213,3 +224,95 @@ def test_what_comes_back_from_the_host_is_waited_for_in_the_backward() -> None:
     assert plain == fast
     assert slow.forward_s == plain.forward_s
     assert slow.backward_s - plain.backward_s == pytest.approx(4 * (moved / 1e6 - layer_s))
+
+
+PIPELINE = Layout(pp=4)
+
+
+def reading(pp_rank: int, schedule_s: float, layout: Layout = PIPELINE, **changes: object) -> StageReading:
+    """One stage of the tiny job that ran two micro-batches on slot 0."""
+    plain = StageReading(
+        job_digest=memory_digest(tiny_job()),
+        layout=layout,
+        pp_rank=pp_rank,
+        slot=0,
+        allocator_peak_bytes=1,
+        reserved_peak_bytes=1,
+        device_peak_bytes=1,
+        num_microbatches=2,
+        schedule_s=schedule_s,
+        update_s=0.1,
+    )
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def with_readings(*readings: StageReading, **changes: object) -> ComputeTable:
+    """The table of `table`, whose slot 0 is the only one, with stages that ran."""
+    measured = replace(tiny_measurements(tiny_cluster(1, 1), (CASE, TWO)), stages=readings)
+    return ComputeTable(tiny_job(), replace(measured, **changes))  # type: ignore[arg-type]
+
+
+def test_an_exact_ratio_replaces_the_sum_of_the_parts() -> None:
+    """Stages that took 1.1 times their parts give the usual factor 1.1, from which their own layout does not differ."""
+    exact = StageFactors.of([(PIPELINE, 0, 1.1), (PIPELINE, 3, 1.1)], error=1e-9)
+
+    assert pytest.approx(1.1) == exact.usual
+    assert [pytest.approx((1.0,) * 4)] == [*exact.by_shape.values()]
+    assert "2 whole stages took 1.10 to 1.10 times" in exact.note
+
+
+def test_a_factor_counts_by_its_certainty() -> None:
+    """Ratio 1.1 with an error of 0.15, as large as the spread of usual factors, counts half; two such count 2 / 3."""
+    one, two = (StageFactors.of([(PIPELINE, 0, 1.1)] * count, error=0.15).usual for count in (1, 2))
+
+    assert (1.1**0.5, 1.1 ** (2 / 3)) == pytest.approx((one, two))
+
+
+def test_a_stage_apart_from_the_usual_counts_by_its_certainty() -> None:
+    """Ratios e^-0.05, 1, e^0.05 have the variance 0.05^2 * 2 / 3; a stage's true spread is 0.05: weight 0.6.
+
+    The stages that were not run have the mean of the two that were, 0.025 in logs, of two readings: weight 0.75.
+    """
+    ratios = [(PIPELINE, 0, 1.0), (PIPELINE, 3, math.exp(0.05)), (Layout(dp=4), 0, math.exp(-0.05))]
+    found = StageFactors.of(ratios, error=0.01)
+    (pipeline,) = [factors for factors in found.by_shape.values() if len(factors) == 4]
+
+    assert pytest.approx(1.0) == found.usual
+    assert pytest.approx((1.0, math.exp(0.75 * 0.025), math.exp(0.75 * 0.025), math.exp(0.6 * 0.05))) == pipeline
+
+
+def test_all_layouts_get_the_usual_factor() -> None:
+    """Four stages took 1.2 times their parts: 3 ms a layer, 0.3 ms the embedding, 1.5 ms the head."""
+    middles = [reading(rank, 2 * 3e-3 * 1.2) for rank in (1, 2)]
+    found = with_readings(*middles, reading(0, 2 * 3.3e-3 * 1.2), reading(3, 2 * 4.5e-3 * 1.2))
+    usual = found.factors.usual
+    weight = 0.15**2 / (0.15**2 + 0.08**2 / 4)
+
+    assert pytest.approx(1.2**weight) == usual
+    for layout in (PIPELINE, Layout(dp=4), Layout(pp=2, micro_batch_size=2)):
+        plain = [one.backward_s for one in table(CASE, TWO).chunk_passes(layout)]
+        assert [one.backward_s for one in found.chunk_passes(layout)] == pytest.approx([usual * each for each in plain])
+
+
+def test_loading_and_waits_are_not_multiplied() -> None:
+    """A stage that runs alone has its batches at hand, and waits for nobody."""
+    slow = with_readings(reading(1, 2 * 3e-3 * 1.5), loading=LoadingTime(batch_s=1.0, sample_s=0.0), wake_s=2.0)
+
+    assert 2.0 < slow.chunk_passes(PIPELINE)[0].forward_s < 2.01
+    assert 1.0 < slow.chunk_passes(PIPELINE)[1].forward_s < 1.01
+
+
+@pytest.mark.parametrize("changes", [{"job_digest": "another job"}, {"num_microbatches": 0}])
+def test_a_reading_without_time_or_of_another_job_changes_nothing(changes: dict[str, object]) -> None:
+    """The times are those of the parts, and no note is made."""
+    found = with_readings(reading(1, 1.0, **changes))  # type: ignore[arg-type]
+
+    assert found.chunk_passes(PIPELINE) == table(CASE, TWO).chunk_passes(PIPELINE)
+    assert not found.factors.note
+
+
+def test_a_stage_whose_parts_were_not_timed_has_no_ratio() -> None:
+    """The times of four samples come from two samples, so their error is not one of the sum of the parts."""
+    found = with_readings(reading(1, 1.0, Layout(pp=4, micro_batch_size=4)))
+
+    assert found.factors == StageFactors()

@@ -29,7 +29,9 @@ from pipette_launch.facts import (
     Links,
     Measurements,
     Samples,
+    StageReading,
 )
+from pipette_launch.facts.measurements import memory_digest
 from pipette_launch.facts.schedule import PassTimes
 
 DENSE = replace(tiny_job(8), batch=Batch(global_batch_size=16))
@@ -249,6 +251,31 @@ def test_the_distributed_optimizer_divides_the_step_and_gathers() -> None:
     assert sharded["optimizer"] == pytest.approx(218496e-8 / 2)
     assert (plain["parameter_gather"], sharded["parameter_gather"]) == (0.0, pytest.approx(half_s))
     assert sharded["data_parallel"] == pytest.approx(half_s + LOSS_S)
+
+
+def test_a_measured_stage_adds_the_host_work_of_a_step() -> None:
+    """The stage ran on a slot of speed 0.5, so 40 ms are 20 ms at speed 1; the measured optimizer explains half."""
+    this, layout = tiny_job(2), Layout(dp=2)
+    cluster = replace(tiny_cluster(2, 1), slot_speed=(0.5, 1.0))
+    reading = StageReading(
+        job_digest=memory_digest(this),
+        layout=layout,
+        pp_rank=0,
+        slot=0,
+        allocator_peak_bytes=1,
+        reserved_peak_bytes=1,
+        device_peak_bytes=1,
+        num_microbatches=1,
+        schedule_s=0.1,
+        update_s=0.04,
+    )
+    plain = replace(tiny_measurements(cluster), optimizer_s_per_parameter=0.01 / 218496)
+    timed = replace(plain, stages=(reading,))
+    optimizer_s = [Predictor(this, one).step_time(layout, (0, 1)).breakdown_s["optimizer"] for one in (plain, timed)]
+
+    # The step waits for the slot of speed 0.5.
+    assert optimizer_s == pytest.approx([0.02, 0.04])
+    assert "1 whole stages took" in " ".join(Predictor(this, timed).notes(layout))
 
 
 def test_a_slow_slot_slows_its_own_stage() -> None:

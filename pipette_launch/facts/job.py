@@ -25,8 +25,13 @@ RING = "p2p"
 """Megatron's default exchange of context parallelism (--cp-comm-type). Other exchanges are not measured or priced."""
 SHARDS_GRADIENTS = ("optim_grads", "optim_grads_params")
 """Strategies of Megatron-FSDP that shard gradients (--data-parallel-sharding-strategy)."""
-OPTIMIZER_STATE_BYTES = {"adam": 8, "sgd": 4}
-"""Bytes of fp32 states that an optimizer keeps for one parameter, without the fp32 copy of a 16-bit weight."""
+OPTIMIZER_STATE_BYTES = {"adam": 8, "sgd": 4, "lion": 4, "muon": 4, "dist_muon": 4, "adaptive_muon": 8, "soap": 8}
+"""Bytes of fp32 states that an optimizer keeps for one parameter, without the fp32 copy of a 16-bit weight.
+
+The factors of SOAP are not included.
+"""
+ADAM_OUTSIDE = ("lion", "muon", "dist_muon", "adaptive_muon", "soap")
+"""Optimizers of the matrices of layers. Adam updates the other parameters (core_v0.20, emerging_optimizers.py)."""
 LOCAL, ENGINE, ITERATION = "local", "transformer_engine", "full_iteration"
 """Implementations of CUDA graphs (--cuda-graph-impl)."""
 
@@ -95,9 +100,12 @@ class PerformanceOptions:
     exp_avg_dtype: str = "fp32"
     exp_avg_sq_dtype: str = "fp32"
     main_params_dtype: str = "fp32"
+    muon_num_ns_steps: int = 5
+    muon_tp_mode: str = "blockwise"
     num_distributed_optimizer_instances: int = 1
     optimizer_cpu_offload: bool = False
     optimizer_offload_fraction: float = 1.0
+    use_layer_wise_param_layout: bool = _option("--no-use-layer-wise-param-layout", default=True)
     use_precision_aware_optimizer: bool = False
 
     # Sharded parameters.

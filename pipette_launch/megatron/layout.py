@@ -19,6 +19,7 @@ TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "cont
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 GROUP_SIZE = "microbatch_group_size_per_vp_stage"
 MOST_LAYERS = 1 << 14
+SHARDED_MUON = "dist_muon"
 DEGREES = {"tp": TP, "pp": PP, "cp": CP, "ep": EP, "etp": ETP}
 OPTIMIZER_FIELDS = (*OVERLAPS, "use_distributed_optimizer")
 RECOMPUTE_DESTS = (
@@ -104,10 +105,10 @@ def read_layout(arguments: Arguments, *, world_size: int) -> Layout:
     split = chunks.read_chunks(arguments, pp=pp, num_layers=num_layers_of(arguments))
     switches: dict[str, Any] = {name: bool(arguments.get(name)) for name in SWITCHES}
     # Megatron silently ignores sequence parallelism at TP 1. From 0.18 on, Megatron-FSDP turns the distributed
-    # optimizer on (validate_args).
+    # optimizer on (validate_args). `dist_muon` shards whole matrices without the flag.
     switches["sequence_parallel"] &= tp > 1
     has_fsdp = arguments.get("use_megatron_fsdp") and release_of(arguments.version) >= (0, 18)
-    switches["use_distributed_optimizer"] |= bool(has_fsdp)
+    switches["use_distributed_optimizer"] |= bool(has_fsdp) or arguments.get("optimizer") == SHARDED_MUON
     try:
         return Layout(
             tp=tp,
@@ -187,6 +188,8 @@ def write_arguments(arguments: Sequence[str], *, job: Job, layout: Layout) -> tu
     written = _with_chunks(written, layout, job.model.num_layers)
     for name in SWITCHES:
         is_on = getattr(layout, name)
+        if name == "use_distributed_optimizer" and job.optimizer == SHARDED_MUON:
+            continue
         # --sequence-parallel may stay at TP 1, because Megatron then ignores the flag.
         if bool(written.get(name)) != is_on and (layout.tp > 1 or name != "sequence_parallel"):
             written = written.with_value(name) if is_on else written.without(name)

@@ -253,6 +253,16 @@ def test_own_layout_keeps_every_word(own: str) -> None:
     assert argv == write_arguments(argv, job=job(own), layout=job(own).own)
 
 
+@pytest.mark.parametrize("version", ["0.16.1", "0.17.1", "0.20.0"])
+def test_dist_muon_shards_without_the_flag(version: str) -> None:
+    """Megatron before 0.18 refuses the flag of the distributed optimizer beside it, so no plan writes the flag."""
+    read = job("--optimizer dist_muon --untie-embeddings-and-output-weights", version=version, for_prediction=True)
+
+    assert read.own.use_distributed_optimizer
+    written = write_arguments([*SMALL, "--optimizer", "dist_muon"], job=read, layout=read.own)
+    assert "--use-distributed-optimizer" not in written
+
+
 def test_global_batch_size_is_pinned() -> None:
     """Without the flag the batch would change with the plan, so the plan writes it."""
     argv = tuple(" ".join(SMALL).replace("--global-batch-size 32 ", "").split())

@@ -27,7 +27,7 @@ from pipette_launch.cost.layers.attention import Attention, is_flash
 from pipette_launch.cost.layers.ends import depth_loads, embedding_loads, head_loads
 from pipette_launch.cost.layers.kinds import KINDS, kind_loads
 from pipette_launch.cost.layers.mlp import Experts
-from pipette_launch.cost.layers.parameters import shard_copies, step_bytes_per_parameter
+from pipette_launch.cost.layers.parameters import layer_matrices, shard_copies, step_bytes_per_parameter
 from pipette_launch.cost.layers.passes import Collective, Load, PassLoads, Product
 from pipette_launch.errors import FactError
 from pipette_launch.facts.accelerators import DeviceSpec
@@ -128,7 +128,26 @@ def _moved_byte_s(device: DeviceSpec) -> float:
 
 def optimizer_s_per_parameter(device: DeviceSpec, job: Job) -> float:
     """Return the seconds of the optimizer's step for each parameter whose state a device holds."""
-    return step_bytes_per_parameter(job) * _moved_byte_s(device)
+    return step_bytes_per_parameter(job) * _moved_byte_s(device) + _orthogonal_s_per_parameter(device, job)
+
+
+def _orthogonal_s_per_parameter(device: DeviceSpec, job: Job) -> float:
+    """Return the mean seconds for each parameter of Muon's Newton-Schulz steps, in bf16; 0 s for other optimizers.
+
+    A step on a matrix X with the shorter side in front computes A = X X', B = bA + cAA and aX + BX
+    (Emerging-Optimizers, muon_utils.py). With the mode `duplicated` each tensor-parallel rank computes all shards.
+    """
+    if "muon" not in job.optimizer:
+        return 0.0
+    options, matrices = performance_options(job), layer_matrices(job)
+    products = tuple(
+        Product(m=one.short, n=n, k=k, count=one.number * options.muon_num_ns_steps)
+        for one in matrices
+        for n, k in ((one.short, one.long), (one.short, one.short), (one.long, one.short))
+    )
+    copies = job.own.tp if options.muon_tp_mode == "duplicated" else 1
+    seconds = copies * device_s(device, Precision("bf16"), Load(products=products))
+    return seconds / sum(one.number * one.short * one.long for one in matrices)
 
 
 def gradient_s_per_byte(device: DeviceSpec) -> float:

@@ -7,7 +7,9 @@ distributed/fsdp/src/megatron_fsdp.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from functools import lru_cache
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -17,7 +19,7 @@ from pipette_launch.cost.layers.attention import Attention
 from pipette_launch.cost.layers.block import FP32_BYTES, Parameters, computes_in_fp8
 from pipette_launch.cost.layers.ends import depth_parameters
 from pipette_launch.cost.layers.kinds import blocks_of, kind_parameters
-from pipette_launch.facts.job import OPTIMIZER_STATE_BYTES, SHARDS_GRADIENTS, Job
+from pipette_launch.facts.job import ADAM_OUTSIDE, OPTIMIZER_STATE_BYTES, SHARDS_GRADIENTS, Job
 from pipette_launch.facts.layout import Floats, Ints, Layout, LayoutColumns
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.model import LayerKind, ModelSpec
@@ -35,6 +37,13 @@ _BUCKET = 40_000_000
 _FP8_COPIES = 2
 """Number of FP8 copies of a weight, of one byte an element: a plain copy, and a transposed copy for the backward."""
 _FIRST_DUMMY_RELEASE = (0, 14)
+_FIRST_WHOLE_SHARDS = (0, 18)
+"""First release whose buffers have equal shards of whole matrices (MC optimizer/layer_wise_optimizer.py)."""
+_PACKED = (1.1, 4 / 3)
+"""Buffer sizes divided by parameters, dense and of experts, if overlap cuts shards of whole matrices into buckets.
+
+Megatron's own packing of 23 models and numbers of ranks gave 1.05 to 1.46 and 1.01 to 1.42.
+"""
 
 
 @overload
@@ -327,17 +336,70 @@ def gradient_bytes_per_parameter(job: Job) -> int:
     return 2 if job.grad_reduce_in_bf16 else FP32_BYTES
 
 
+class Matrix(NamedTuple):
+    """Equal matrices in the layers of the model, as one rank of the own layout holds them."""
+
+    short: int
+    long: int
+    number: float
+    is_expert: bool
+
+
+@lru_cache(maxsize=64)
+def layer_matrices(job: Job) -> tuple[Matrix, ...]:
+    """List the matrices of all layers. For optimizers of whole matrices all plans have the own tp and etp."""
+    found = []
+    for kind, layers in Counter(job.model.layer_kinds).items():
+        for block in blocks_of(job.model, job.own, kind):
+            for one in block.loads(job).forward.products:
+                if one.is_linear:
+                    short, long = sorted((int(one.n), int(one.k)))
+                    found.append(Matrix(short, long, one.count * layers, one.is_routed))
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def _largest(job: Job) -> tuple[int, int]:
+    """Return the largest number of parameters, dense and of experts, that the optimizer cannot split over ranks."""
+    if job.optimizer not in ADAM_OUTSIDE:
+        return 1, 1
+    sizes = [(one.is_expert, one.short * one.long) for one in layer_matrices(job)]
+    dense, expert = (max((size for of, size in sizes if of == is_expert), default=1) for is_expert in (False, True))
+    return dense, expert
+
+
+def _share(counts: IntOrInts, ranks: IntOrInts, largest: int) -> Ints:
+    """Return the most parameters that one of `ranks` gets in whole matrices: the mean, in multiples of the largest.
+
+    Exact for equal matrices. Megatron gives each next matrix to the rank with the least work.
+    """
+    mean = -(-counts // np.maximum(1, ranks))
+    return np.where(np.asarray(ranks) > 1, -(-mean // largest) * largest, counts)
+
+
+def has_whole_shards(job: Job) -> bool:
+    """Return True if a separate distributed optimizer of Adam shards all parameters outside the layers' matrices."""
+    return job.release >= _FIRST_WHOLE_SHARDS and performance_options(job).use_layer_wise_param_layout
+
+
 def buffered_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns) -> Ints:
     """Count the elements of the flat buffers for weights and gradients, padded so that all shards are equal.
 
     With the distributed optimizer a bucket ends at a multiple of lcm(d*c, 128), and of 2^16 too with
     `--ddp-pad-buckets-for-high-nccl-busbw` (MC distributed/param_and_grad_buffer.py:638-666). The dense parameters
     count as one bucket, and the experts' parameters as another. Megatron also starts each parameter at a multiple of
-    64, which is left out.
+    64, which is left out. Shards of whole matrices are as large as the largest shard.
     """
+    is_whole = job.optimizer in ADAM_OUTSIDE
+    if is_whole and not has_whole_shards(job):
+        return np.asarray(dense + expert)
     extra = _BUSBW_ALIGNMENT if performance_options(job).ddp_pad_buckets_for_high_nccl_busbw else _SHARD_ALIGNMENT
-    multiples = (np.lcm(layout.dp * layout.cp, extra), np.lcm(expert_dp(layout), extra))
-    parts = sum(-(-count // multiple) * multiple for count, multiple in zip((dense, expert), multiples, strict=True))
+    parts = np.zeros_like(dense + expert)
+    groups = zip((dense, expert), (layout.dp * layout.cp, expert_dp(layout)), _largest(job), _PACKED, strict=True)
+    for count, ranks, largest, packed in groups:
+        cut = is_whole * (ranks > 1) * layout.overlap_grad_reduce * np.rint(np.asarray(count) * packed).astype(np.int64)
+        multiple = np.lcm(ranks, extra)
+        parts = parts + -(-np.maximum(ranks * _share(count, ranks, largest), cut) // multiple) * multiple
     return np.where(layout.use_distributed_optimizer, parts, dense + expert)
 
 
@@ -349,8 +411,9 @@ def shard(
     The parameters are split over all ranks of the group if `across`, else over the ranks of one optimizer instance.
     """
     instances = 1 if across else performance_options(job).num_distributed_optimizer_instances
-    parts = ((dense, layout.dp * layout.cp), (expert, expert_dp(layout)))
-    return np.asarray(sum(-(-counts // np.maximum(1, ranks // instances)) for counts, ranks in parts))
+    groups = zip((dense, expert), (layout.dp * layout.cp, expert_dp(layout)), _largest(job), strict=True)
+    shares = (np.minimum(counts, _share(counts, ranks // instances, largest)) for counts, ranks, largest in groups)
+    return np.asarray(sum(shares))
 
 
 def weight_bytes(
@@ -385,19 +448,28 @@ def resident_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: L
     return np.where(is_sharded, shard(job, dense, expert, layout, across=across), dense + expert)
 
 
-def optimizer_bytes(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns) -> tuple[Ints, Ints]:
+def optimizer_bytes(
+    job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns, *, ends: IntOrInts = 0
+) -> tuple[Ints, Ints]:
     """Count the optimizer's states on one rank, and the temporaries of its step.
 
     torch's foreach Adam, which runs without TransformerEngine, needs 4 temporary bytes a parameter. The optimizer
     copies gradients that are not fp32 to fp32, which needs another 4 bytes a parameter. The precision-aware optimizer
     instead copies each state that is not fp32 to fp32, for all dense or for all expert parameters at once. The
     optimizer updates dense parameters and expert parameters one after the other (TE 2.8, optimizers/fused_adam.py,
-    step). Optimizers other than Adam and SGD are counted as Adam.
+    step). Muon and similar optimizers leave `ends`, the parameters outside the layers, to Adam. Before 0.18 one rank
+    gets a whole embedding.
     """
     resident = resident_parameters(job, dense, expert, layout)
     options = performance_options(job)
     offloaded = options.optimizer_offload_fraction if options.optimizer_cpu_offload else 0.0
-    states = np.rint(resident * (state_bytes_per_parameter(job) * (1 - offloaded))).astype(np.int64)
+    per_parameter = state_bytes_per_parameter(job)
+    states = np.rint(resident * (per_parameter * (1 - offloaded))).astype(np.int64)
+    if job.optimizer in ADAM_OUTSIDE:
+        outside = np.where(has_whole_shards(job), -(-ends // (layout.dp * layout.cp)), ends)
+        outside = np.where(layout.use_distributed_optimizer, outside, ends)
+        states = resident_parameters(job, dense - ends, expert, layout) * per_parameter
+        states = states + outside * (OPTIMIZER_STATE_BYTES["adam"] + _master_bytes(job))
     step = 0 if job.model.transformer_impl == "transformer_engine" or job.optimizer == "sgd" else FP32_BYTES
     if gradient_bytes_per_parameter(job) != FP32_BYTES and not options.use_precision_aware_optimizer:
         step += FP32_BYTES
@@ -412,11 +484,16 @@ def state_bytes_per_parameter(job: Job) -> int:
     Adam keeps two moments of 4 bytes and, for 2-byte weights, an fp32 copy of 4 bytes. SGD keeps one momentum of 4
     bytes and the fp32 copy. The precision-aware optimizer keeps moments in the types that the user's flags choose. The
     precision-aware optimizer keeps only the lower half of a bf16 weight's fp32 copy, because the weight itself is the
-    upper half (MC optimizer/__init__.py:365-390, optimizer_config.py:192, 351-384).
+    upper half (MC optimizer/__init__.py:365-390, optimizer_config.py:192, 351-384). SOAP also keeps two square matrices
+    in fp32 for each side of a matrix (Emerging-Optimizers, soap.py).
     """
-    if job.optimizer == "sgd" or not performance_options(job).use_precision_aware_optimizer:
-        states = OPTIMIZER_STATE_BYTES.get(job.optimizer, OPTIMIZER_STATE_BYTES["adam"])
-        return states + (0 if job.model.params_dtype == "fp32" else FP32_BYTES)
+    if job.optimizer == "soap":
+        whole = layer_matrices(job)
+        factors = 2 * FP32_BYTES * sum(one.number * (one.short**2 + one.long**2) for one in whole)
+        each = math.ceil(factors / sum(one.number * one.short * one.long for one in whole))
+        return OPTIMIZER_STATE_BYTES["soap"] + _master_bytes(job) + each
+    if job.optimizer != "adam" or not performance_options(job).use_precision_aware_optimizer:
+        return OPTIMIZER_STATE_BYTES[job.optimizer] + _master_bytes(job)
     return sum(_chosen_state_bytes(job)) + (_REMAINDER_BYTES if _keeps_remainders(job) else 0)
 
 
@@ -436,6 +513,11 @@ def step_bytes_per_parameter(job: Job) -> int:
     copied = sum(2 * (size + FP32_BYTES) for size in _chosen_state_bytes(job) if size != FP32_BYTES)
     narrow = sum(FP32_BYTES - size for size in _chosen_state_bytes(job))
     return 2 * gradient + 2 * (state_bytes_per_parameter(job) + narrow) + weight + copied
+
+
+def _master_bytes(job: Job) -> int:
+    """Return the bytes of the fp32 copy of one 16-bit weight; 0 for fp32 weights."""
+    return 0 if job.model.params_dtype == "fp32" else FP32_BYTES
 
 
 def _keeps_remainders(job: Job) -> bool:

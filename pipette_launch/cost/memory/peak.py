@@ -337,7 +337,7 @@ def _states(job: Job, layouts: LayoutColumns, stages: _Stages) -> tuple[Ints, ..
     figures = (
         parameters.weight_bytes(job, dense, expert, outside, each) + copies,
         held(job, dense, expert, each) * parameters.gradient_bytes_per_parameter(job),
-        *parameters.optimizer_bytes(job, dense, expert, each),
+        *parameters.optimizer_bytes(job, dense, expert, each, ends=outside),
     )
     place_S = np.repeat(firsts[groups.group_N], layouts.pp) + stages.stage_S
     return tuple(figure[place_S] for figure in figures)

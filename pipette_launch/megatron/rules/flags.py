@@ -11,7 +11,7 @@ from typing import Any
 
 from pipette_launch.facts.job import ENGINE, ITERATION, LOCAL
 from pipette_launch.megatron.flags import Arguments, flag_defaults, release_of
-from pipette_launch.megatron.layout import read_recompute
+from pipette_launch.megatron.layout import SHARDED_MUON, read_recompute
 from pipette_launch.megatron.performance import options_of
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule
 
@@ -178,6 +178,11 @@ TABLE = (
     needs("use_torch_fsdp2", "--untie-embeddings-and-output-weights"),
     excludes("use_torch_fsdp2 fp16"),
     needs("use_megatron_fsdp", "--ckpt-format fsdp_dtensor"),
+    excludes("use_distributed_optimizer optimizer", when=lambda f: f.optimizer == SHARDED_MUON, until=(0, 17)),
+    *(
+        excludes(f"{name} optimizer", when=lambda f: f.optimizer not in ("adam", "sgd"))
+        for name in ("use_megatron_fsdp", "use_torch_fsdp2")
+    ),
     # Rules on steps and learning rates.
     *(
         excludes(

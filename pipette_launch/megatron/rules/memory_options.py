@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pipette_launch.facts import Recompute
 from pipette_launch.facts.job import ENGINE, ITERATION, Graphs, flag_of
 from pipette_launch.facts.layout import MemoryOptions
+from pipette_launch.megatron.layout import SHARDED_MUON
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule, Rules
 
 FIRST_SCOPES = (0, 16)
@@ -53,7 +54,8 @@ def _optimizer_faults(rules: Rules, options: MemoryOptions) -> Broken:
     sharded, fsdp2 = options.use_distributed_optimizer, rules.options.use_torch_fsdp2
     needs_sharding = [name for name in NEEDS_DISTRIBUTED_OPTIMIZER if getattr(rules.options, name)]
     # From 0.18 on optimizers other than Adam and SGD shard too, and each rank gets whole layers.
-    if sharded and rules.job.optimizer != "adam" and (rules.release < (0, 18) or rules.job.optimizer == "sgd"):
+    is_whole = rules.job.optimizer == SHARDED_MUON or rules.release >= (0, 18)
+    if sharded and rules.job.optimizer != "adam" and (not is_whole or rules.job.optimizer == "sgd"):
         yield BrokenRule(ONLY_ADAM_SHARDS, ("use_distributed_optimizer", "optimizer"), "remove one")
     if sharded and fsdp2:
         reason = f"{flag_of('use_torch_fsdp2')} excludes the distributed optimizer"
@@ -68,12 +70,11 @@ def _optimizer_faults(rules: Rules, options: MemoryOptions) -> Broken:
 
 def _overlap_faults(rules: Rules, options: MemoryOptions) -> Broken:
     optimizer, release = rules.job.optimizer, rules.release
-    is_muon = optimizer == "muon" or (optimizer == "dist_muon" and release < (0, 17))
+    is_muon = optimizer == "muon" or (optimizer == SHARDED_MUON and release < (0, 17))
     if is_muon and release < (0, 18) and (options.overlap_grad_reduce or options.overlap_param_gather):
         names = ("optimizer", "overlap_grad_reduce", "overlap_param_gather")
         yield BrokenRule("before 0.18 Muon excludes overlap_grad_reduce and overlap_param_gather", names, "remove one")
-    gathers = options.use_distributed_optimizer or (optimizer == "dist_muon" and release >= (0, 17))
-    if options.overlap_param_gather and not (gathers and options.overlap_grad_reduce):
+    if options.overlap_param_gather and not (options.use_distributed_optimizer and options.overlap_grad_reduce):
         reason = "overlap_param_gather needs the distributed optimizer and overlap_grad_reduce"
         remedy = "add --use-distributed-optimizer and --overlap-grad-reduce, or remove it"
         yield BrokenRule(reason, ("overlap_param_gather",), remedy)

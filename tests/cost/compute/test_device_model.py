@@ -85,6 +85,18 @@ def test_a_scan_moves_its_bytes_at_its_own_share() -> None:
         replace(DEVICE.efficiency, scan_share=0.0)
 
 
+def test_muon_multiplies_matrices() -> None:
+    """One step of five on a matrix of 4096 x 4096 is three products of 4096 each way, for all parameters at once."""
+    model = tiny_model(hidden_size=4096, num_attention_heads=32, num_query_groups=32, kv_channels=128)
+    this = tiny_job(model=replace(model, params_dtype="bf16", ffn_hidden_size=4096), optimizer="muon")
+    product = Product(m=4096, n=4096, k=4096, count=15)
+    rest = replace(this, optimizer="lion")
+
+    more_s = optimizer_s_per_parameter(DEVICE, this) - optimizer_s_per_parameter(DEVICE, rest)
+    assert more_s < 1.1 * device_s(DEVICE, BF16, Load(products=(product,))) / 4096**2
+    assert more_s > 0.7 * device_s(DEVICE, BF16, Load(products=(product,))) / 4096**2
+
+
 @given(m=sizes, n=sizes, k=sizes)
 def test_efficiency_lies_between_0_and_its_limit(m: int, n: int, k: int) -> None:
     """A product that is longer in a dimension is never less efficient, and never faster."""

@@ -122,8 +122,12 @@ class PerformanceOptions:
     use_torch_fsdp2: bool = False
 
     # Options of the activations that a forward keeps for the backward, on the device or on the host.
+    activation_offload_fraction: float = 1.0
+    """Share of the modules, in each chunk, whose activations are offloaded. The last modules stay on the device."""
     cpu_offloading_num_layers: int = 0
     defer_embedding_wgrad_compute: bool = False
+    delta_offload_bytes_across_pp_ranks: int = 0
+    """Bytes that each next pipeline rank keeps on the device instead of offloading them."""
     distribute_saved_activations: bool = False
     fine_grained_activation_offloading: bool = False
     min_offloaded_tensor_size: int = 1 << 20
@@ -147,11 +151,15 @@ class PerformanceOptions:
     moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
     moe_enable_deepep: bool = False
     moe_expert_capacity_factor: float | None = None
+    moe_expert_rank_capacity_factor: float | None = None
+    """Rows for which each rank allocates buffers, divided by the rows of balanced routing."""
     moe_flex_dispatcher_backend: str = "deepep"
     moe_grouped_gemm: bool = False
     moe_input_jitter_eps: float | None = None
     moe_pad_experts_for_cuda_graph_inference: bool = False
     moe_pad_expert_input_to_capacity: bool = False
+    moe_paged_stash: bool = False
+    moe_paged_stash_buffer_size_factor_cuda: float = 1.1
     moe_permute_fusion: bool = False
     moe_router_dtype: str | None = None
     moe_router_force_load_balancing: bool = False

@@ -119,8 +119,6 @@ def _check_offloading(arguments: Arguments) -> None:
             "which is not modelled: predicted peaks were up to 10 % too low"
         )
         raise arguments.refusal(reason, "offload_modules")
-    if release_of(arguments.version) >= (0, 19) and "fused_group_mlp" in offloaded:
-        raise arguments.refusal("offloading of a fused grouped MLP is not modelled", "offload_modules")
 
 
 def _check_hybrid(arguments: Arguments) -> None:

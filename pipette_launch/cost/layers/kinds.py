@@ -59,7 +59,7 @@ def kept_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
     kept = found.total - found.recomputed(modules)
     if Attention in KINDS[kind] and "core_attn" in modules:
         kept += Attention(job.model, layout).held_for_recompute_bytes()
-    return kept - (offloaded(job, layout, kind).left if kind in TRANSFORMER_KINDS else 0)
+    return kept - (offloaded(job, layout, kind).mean_left if kind in TRANSFORMER_KINDS else 0)
 
 
 def backward_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
@@ -180,6 +180,8 @@ class Offloaded:
     """Bytes of the MLP and its norm that leave the device."""
     moved: int = 0
     """Bytes that are copied to the host, and later copied back for the backward."""
+    share: float = 1.0
+    """Share of the chunk's modules whose bytes leave the device (`--activation-offload-fraction`)."""
     in_forward: int = 0
     """Extra bytes of a forward that runs just before another micro-batch's backward. During this forward, the other
     micro-batch's last layer has its tensors back on the device, and the running layer's tensors are still there. The
@@ -187,8 +189,13 @@ class Offloaded:
 
     @property
     def left(self) -> int:
-        """Bytes of the tensor that are freed on the device."""
+        """Bytes that are freed on the device if the layer's modules are offloaded."""
         return self.attention + self.mlp
+
+    @property
+    def mean_left(self) -> int:
+        """Bytes of one layer that are freed on the device, in the mean of a chunk's layers."""
+        return int(self.share * self.left)
 
 
 class _Tensor(NamedTuple):
@@ -221,6 +228,7 @@ def offloaded(job: Job, layout: Layout, kind: LayerKind) -> Offloaded:
         attention=sum(tensor.kept for tensor in of_attention),
         mlp=sum(tensor.kept for tensor in of_mlp),
         moved=moved,
+        share=options.activation_offload_fraction,
         in_forward=moved + away + scores,
     )
 
@@ -277,6 +285,10 @@ def _expert_tensors(job: Job, layout: Layout) -> Iterator[_Tensor]:
     if "moe" in recomputed or not options.moe_grouped_gemm:
         return
     rows, kept = block.rows(job), block.kept(job)
+    if "fused_group_mlp" in options.offload_modules:
+        # The manager is around the whole fused MLP, so all tensors that the MLP saves leave the device.
+        for size in (kept.inputs, kept.outputs, kept.activation):
+            yield _Tensor(size // model.dtype_bytes, size, size)
     if "expert_fc1" in options.offload_modules:
         # If `expert_fc1` is offloaded, FP8 saves the input of the first matrix in 16 bits (`set_save_original_input`).
         yield _Tensor(rows * model.hidden_size, kept.inputs, rows * block.row_bytes)

@@ -235,7 +235,8 @@ class Experts(_FeedForward):
         Under balanced routing each rank sends k*n rows to experts and receives k*n rows. Expert tensor parallelism
         splits the experts' widths over `etp` ranks and gathers the rows of these ranks
         (MO/token_dispatcher.py:689-697). An expert capacity drops rows beyond the capacity, or pads rows up to the
-        capacity (MO/token_dispatcher.py:551-566).
+        capacity (MO/token_dispatcher.py:551-566). A capacity of the rank sets the rows of all buffers, but a paged
+        stash keeps the rows with its own spare (0.20, MO/paged_stash.py).
         """
         options, capacity = performance_options(job), self.capacity(job)
         each = self.model.moe_router_topk * self.local_tokens / self.num_experts
@@ -243,7 +244,10 @@ class Experts(_FeedForward):
             each = capacity if options.moe_pad_expert_input_to_capacity else min(each, capacity)
         if options.moe_router_padding_for_fp8 or options.moe_router_padding_for_quantization:
             each = math.ceil(each / _FP8_ROWS) * _FP8_ROWS
-        return round(each * self.num_experts) * self.layout.etp
+        spare = options.moe_expert_rank_capacity_factor or 1.0
+        if options.moe_paged_stash:
+            spare = abs(options.moe_paged_stash_buffer_size_factor_cuda)
+        return round(spare * each * self.num_experts) * self.layout.etp
 
     def capacity(self, job: Job) -> int | None:
         """Return the most rows that a rank may send to each expert; None = no limit (MO/moe_utils.py, get_capacity)."""

@@ -188,6 +188,12 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
     weights, gradients, optimizer, optimizer_step = _states(job, layouts, stages)
     chunks, mask, has_pipeline = _chunk_bytes(job, layouts, layer), layer["mask"], layouts.pp > 1
     all_chunks_load = job.release < _ENDS_LOAD
+    activations = _live_bytes(stages, *chunks)
+    stays = performance_options(job).delta_offload_bytes_across_pp_ranks * stages.stage_S
+    if stays.any():
+        bare = layer | {kind: layer[kind] + layer[f"{kind} away"] for kind in {*job.model.layer_kinds}}
+        whole = _live_bytes(stages, *_chunk_bytes(job, layouts, bare))
+        activations = activations + np.minimum(stays, whole - activations)
     beyond = np.zeros_like(mask) if all_chunks_load else _beyond_first_chunk(stages, *chunks)
     parts = PeakParts(
         weights=weights,
@@ -195,7 +201,7 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
         optimizer=optimizer,
         shared_buffer=stages.spread(layer["shared"], last=layer["shared_last"]),
         dummy_gradients=stages.spread(layer["dummies"], last=layer["dummies_last"]),
-        activations=_live_bytes(stages, *chunks),
+        activations=activations,
         embedding=_input_bytes(stages, layer, all_chunks_load=all_chunks_load),
         recompute=stages.spread(_recompute(job, layouts, layer)),
         backward=stages.spread(waiting, last=np.where(layouts.vpp > 1, waiting, layer["backward"])),
@@ -280,6 +286,7 @@ def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
     mask = ends.attention_mask_bytes(job, layout)
     return {
         **kept,
+        **{f"{kind} away": each.mean_left for kind, each in zip(own, away, strict=True)},
         "largest": max(kept.values()),
         "stream": Attention(job.model, layout).stream_bytes(job),
         "prediction": kinds.prediction_bytes(job, layout),

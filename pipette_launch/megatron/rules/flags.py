@@ -18,6 +18,9 @@ from pipette_launch.megatron.rules.broken import Broken, BrokenRule
 DROPPING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
 """Kinds of load balancing that allow a capacity factor."""
 OFFLOADED = {"core_attn", "attn_proj", "expert_fc1", "moe_act", "attn_norm", "mlp_norm", "qkv_linear"}
+OFFLOADED_SINCE = {"fused_group_mlp": (0, 19), "gdp_qkv": (0, 20)}
+"""First release of each newer module, for `OFFLOADED`, and in the next table for `RECOMPUTED`."""
+RECOMPUTED_SINCE = {"gdn_norm_out": (0, 19), "gdp_in_proj": (0, 20), "gdp_qkv": (0, 20), "mhc": (0, 20)}
 RECOMPUTED = {"core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"}
 Release = tuple[int, int]
 DEST_OF = {"fp8_format": "fp8", "fp4_format": "fp4"}
@@ -402,12 +405,22 @@ def _activations(f: FlagView) -> Iterator[Fault]:
 
 def _saved_activations(f: FlagView) -> Iterator[Fault]:
     offloaded = set(f.offload_modules or ()) if f.fine_grained_activation_offloading else set()
-    if f.recomputed - RECOMPUTED:
-        yield "recompute_modules", f"known modules are {', '.join(sorted(RECOMPUTED))}"
+    for names, used, known, newer in (
+        ("recompute_modules", f.recomputed, RECOMPUTED, RECOMPUTED_SINCE),
+        ("offload_modules", offloaded, OFFLOADED, OFFLOADED_SINCE),
+    ):
+        all_known = known | {module for module, since in newer.items() if f.release >= since}
+        if used - all_known:
+            yield names, f"known modules are {', '.join(sorted(all_known))}"
     if f.cpu_offloading_num_layers and not 0 <= f.cpu_offloading_num_layers < (f.num_layers or 1 << 30):
         yield "cpu_offloading_num_layers num_layers", "must be from 0 to one less than the layers"
-    if offloaded - OFFLOADED:
-        yield "offload_modules", f"known modules are {', '.join(sorted(OFFLOADED))}"
+    within = offloaded & {"expert_fc1", "moe_act"}
+    if "fused_group_mlp" in offloaded and (within or not f.use_transformer_engine_op_fuser):
+        yield "offload_modules", "fused_group_mlp needs --use-transformer-engine-op-fuser, and no module within it"
+    share, delta = f.activation_offload_fraction, f.delta_offload_bytes_across_pp_ranks
+    if offloaded and share is not None and not (0 <= share <= 1 and delta >= 0):
+        names = "activation_offload_fraction delta_offload_bytes_across_pp_ranks"
+        yield names, "needs a fraction from 0 to 1, and bytes from 0 on"
     if "attn_proj" in offloaded and "core_attn" not in offloaded:
         yield "offload_modules", "attn_proj needs core_attn beside it"
     if f.defer_embedding_wgrad_compute and not f.gradient_accumulation_fusion:

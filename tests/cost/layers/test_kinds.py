@@ -323,6 +323,8 @@ def of(this: Job, *, moe: bool = True, recomputed: tuple[str, ...] = ()) -> Offl
         ("core_attn", {"latent_attention": LATENT}, (2 * 1024 * 4 * 120, 0, 2 * 1024 * 4 * 144)),
         ("expert_fc1", {}, (0, 2 * 2048 * 128, 2 * 2048 * 128)),
         ("moe_act", {}, (0, 2 * 2048 * 128, 2 * 2048 * 128)),
+        # Input and output of the first matrices, and input of the second matrices, half as wide.
+        ("fused_group_mlp", {}, (0, 2 * 2048 * 320, 2 * 2048 * 320)),
     ],
 )
 def test_what_leaves_by_module(modules: str, changes: dict[str, Any], expected: tuple[int, int, int]) -> None:
@@ -330,6 +332,17 @@ def test_what_leaves_by_module(modules: str, changes: dict[str, Any], expected: 
     found = of(offloading_job(modules, **changes))
 
     assert expected == (found.attention, found.mlp, found.moved)
+
+
+def test_a_share_of_the_modules_leaves() -> None:
+    """With a fraction of 0.25 a layer keeps three quarters of its offloaded bytes, in the mean."""
+    flags = ("--min-offloaded-tensor-size 1", "--activation-offload-fraction 0.25")
+    all_leave = offloading_job("moe_act")
+    offloading = all_leave.performance_flags[:-1]
+    some_leave = replace(all_leave, megatron_version="0.19.0", performance_flags=(*offloading, *flags))
+
+    kept, kept_more = (kept_bytes(one, Layout(), "moe_layer") for one in (all_leave, some_leave))
+    assert kept_more - kept == 3 * of(all_leave).left // 4
 
 
 def test_small_tensors_stay() -> None:

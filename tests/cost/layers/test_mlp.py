@@ -1,5 +1,7 @@
 """An MoE layer by hand: 32 tokens, h 64, four experts of width 96, the best two of each token, bf16."""
 
+from dataclasses import replace
+
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 from hypothesis import given
@@ -82,6 +84,15 @@ def test_a_capacity_drops_rows_or_pads_them() -> None:
     assert rows(job("--moe-expert-capacity-factor 0.5"), Layout()) == 32
     assert rows(job("--moe-expert-capacity-factor 2"), Layout()) == 64
     assert rows(job(*PADDED), Layout()) == 80
+
+
+def test_a_capacity_of_the_rank_sizes_its_buffers() -> None:
+    """Half as many rows more than under balanced routing; a paged stash keeps a tenth more."""
+    sized = replace(job("--moe-expert-rank-capacity-factor 1.5"), megatron_version="0.20.0")
+    stashed = replace(sized, performance_flags=(*sized.performance_flags, "--moe-paged-stash"))
+
+    assert rows(sized, Layout()) == 96
+    assert rows(stashed, Layout()) == round(1.1 * 64)
 
 
 def test_quantised_matrices_have_whole_blocks_of_rows() -> None:

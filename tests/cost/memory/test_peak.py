@@ -49,6 +49,24 @@ def with_batch(samples: int) -> Job:
     return replace(job(), batch=Batch(global_batch_size=samples))
 
 
+def test_later_stages_offload_less() -> None:
+    """1,000 bytes stay for each stage before, but never more than without offloading."""
+    flags = ("--fine-grained-activation-offloading", "--min-offloaded-tensor-size 1", "--offload-modules qkv_linear")
+    layout, plain = Layout(pp=4), job()
+    even, some, all_stay = (
+        replace(
+            plain,
+            megatron_version="0.19.0",
+            performance_flags=(*flags, f"--delta-offload-bytes-across-pp-ranks {delta}"),
+        )
+        for delta in (0, 1000, 10**9)
+    )
+    kept = [[part.activations for part in peak_memory_bytes(one, layout)] for one in (even, some, all_stay, plain)]
+
+    assert kept[1] == [live + 1000 * stage for stage, live in enumerate(kept[0])]
+    assert kept[2] == [kept[0][0], *kept[3][1:]]
+
+
 def test_a_peak_by_hand() -> None:
     """fp32, Adam, one rank: four layers of 49,984 parameters, embedding 16,384, positions 2,048, final norm 128."""
     parameters = 4 * 49984 + 16384 + 2048 + 128

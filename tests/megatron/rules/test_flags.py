@@ -10,6 +10,7 @@ from megatron_lines import job
 from pipette_launch.errors import MegatronError
 
 EXPERTS = "--num-experts 4 --disable-bias-linear"
+OFFLOADING = "--fine-grained-activation-offloading --offload-modules core_attn"
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,9 @@ PRECISE = "--use-precision-aware-optimizer --use-distributed-optimizer"
             "exclude each other with --swiglu",
         ),
         ("--fine-grained-activation-offloading --offload-modules fused_group_mlp", "0.18.0", "known modules are"),
+        ("--fine-grained-activation-offloading --offload-modules fused_group_mlp", "0.19.0", "fused_group_mlp needs"),
+        (f"{OFFLOADING} --activation-offload-fraction 1.5", "0.19.0", "needs a fraction from 0 to 1"),
+        (f"{OFFLOADING} --delta-offload-bytes-across-pp-ranks -1", "0.20", "and bytes from 0 on"),
         ("--log-memory-interval 3 --log-interval 2", "0.16.1", "not a multiple of --log-interval"),
         ("--data-path a --data-args-path b", "0.16.1", "exclude each other"),
         ("--mock-data --data-path a", "0.16.1", "exclude each other"),
@@ -140,14 +144,6 @@ def test_contradictions_that_no_drawn_line_has_are_refused(words: str, version: 
             "--global-batch-size 12 --decrease-batch-size-if-needed",
             "0.16.1",
             "micro_batch_size*dp does not divide global_batch_size=12, and a decreased batch is not modelled",
-        ),
-        (
-            (
-                f"{EXPERTS} --moe-grouped-gemm --bf16 --use-transformer-engine-op-fuser "
-                "--fine-grained-activation-offloading --offload-modules fused_group_mlp"
-            ),
-            "0.19",
-            "--offload-modules fused_group_mlp: offloading of a fused grouped MLP is not modelled",
         ),
     ],
 )

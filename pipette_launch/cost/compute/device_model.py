@@ -307,17 +307,18 @@ def _compute_times(
         parts["embedding"] = embedding_loads(job, layout)
         parts["head"] = head_loads(job, layout)
         parts["core_attention"] = Attention(job.model, layout).core_loads()
+    leads = _host_leads(job, device, layout)
     for name, loads in parts.items():
         # Input gradient and weight gradient are priced as one pass, because the host launches the kernels of the next
         # gradient while the device still computes.
         backward = loads.input_grad + loads.weight_grad
-        backward_s, backward_device_s = pass_s(device, precision, backward), device_s(device, precision, backward)
+        backward_device_s, forward_device_s = (device_s(device, precision, one) for one in (backward, loads.forward))
+        backward_s, forward_s = pass_s(device, precision, backward), pass_s(device, precision, loads.forward)
+        if leads and name in kinds:
+            forward_s = forward_device_s + leads[0] * host_s(device, loads.forward)
+            backward_s = backward_device_s + leads[1] * host_s(device, backward)
         weight_device_s = device_s(device, precision, loads.weight_grad)
         weight_s = backward_s * (weight_device_s / backward_device_s if backward_device_s else 0.0)
-        forward_s, forward_device_s = (
-            pass_s(device, precision, loads.forward),
-            device_s(device, precision, loads.forward),
-        )
         yield ComputeTime(
             case=case,
             part=name,
@@ -328,6 +329,22 @@ def _compute_times(
             forward_idle_s=forward_s - forward_device_s,
             backward_idle_s=backward_s - backward_device_s,
         )
+
+
+def _host_leads(job: Job, device: DeviceSpec, layout: Layout) -> tuple[float, float] | None:
+    """Return the share of the host's time for which devices wait, in forward and backward of a hybrid without Mamba.
+
+    The host launches the next layers of one block while the device computes. So a pattern of attention and experts
+    waits exactly as long as a transformer of the same blocks. None = each kind of layer waits for itself: with this
+    share for models with Mamba layers, the mean error of 29 published steps is 10.5 % instead of 9.3 %.
+    """
+    if not job.model.hybrid or {*job.model.hybrid.pattern} - {*"*-E"}:
+        return None
+    loads = sum((kind_loads(job, layout, kind) for kind in job.model.layer_kinds), PassLoads())
+    precision, backward = Precision.of(job, device), loads.input_grad + loads.weight_grad
+    hosts = [(host_s(device, load), device_s(device, precision, load)) for load in (loads.forward, backward)]
+    forward, back = (max(0.0, 1 - busy / host) if host else 0.0 for host, busy in hosts)
+    return forward, back
 
 
 def _collective_times(

@@ -28,7 +28,7 @@ from pipette_launch.cost.layers.passes import Load, Product
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.errors import FactError
-from pipette_launch.facts import Batch, Job, Layout, Recompute
+from pipette_launch.facts import Batch, HybridLayers, Job, Layout, Recompute
 from pipette_launch.facts.accelerators import DeviceSpec, Efficiency, Link
 from pipette_launch.facts.fabric import UNIFORM, FabricSpec, Tier
 from pipette_launch.facts.known_devices import capability_of_cluster, known_devices, spec_of_cluster
@@ -275,6 +275,27 @@ def test_a_depth_of_prediction_takes_longer_than_its_layer_and_its_head() -> Non
 
     assert "prediction" not in parts[0]
     assert 1 < parts[1]["prediction"] / (parts[1]["layer"] + parts[1]["head"]) < 1.5
+
+
+def test_a_transformer_written_as_a_pattern_costs_the_same() -> None:
+    """With kernels that the host launches slowly, attention and experts of one block wait together."""
+    shape = {"num_experts": 4, "moe_ffn_hidden_size": 128, "transformer_impl": "transformer_engine"}
+    shape |= {"add_bias_linear": False, "attention_backend": "flash", "params_dtype": "bf16"}
+    plain = tiny_model(**shape, moe_layer_freq=(1,) * 4)
+    pattern = HybridLayers(
+        pattern="*E" * 4, mamba_state_dim=16, mamba_num_heads=8, mamba_head_dim=16, mamba_num_groups=4
+    )
+    hybrid = tiny_model(**shape, num_layers=8, moe_layer_freq=(0, 1) * 4, hybrid=pattern)
+    whole, halves = (
+        {time.part: time for time in modelled_compute(tiny_job(model=model), DEVICE, [Layout()])}
+        for model in (plain, hybrid)
+    )
+
+    parts = [halves[name] for name in ("attention_layer", "expert_layer")]
+    backward_s = [one.input_grad.median_s + one.weight_grad.median_s for one in (*parts, whole["moe_layer"])]
+    assert sum(one.forward.median_s for one in parts) == pytest.approx(whole["moe_layer"].forward.median_s)
+    assert sum(backward_s[:2]) == pytest.approx(backward_s[2])
+    assert sum(one.forward_idle_s for one in parts) == pytest.approx(whole["moe_layer"].forward_idle_s)
 
 
 def test_groups_across_hosts_use_all_cards() -> None:

@@ -59,7 +59,6 @@ EP2, ETP1 = "--expert-model-parallel-size 2", "--expert-tensor-parallel-size 1"
 DIST = "--use-distributed-optimizer"
 OVERLAP = f"{DIST} --overlap-grad-reduce --overlap-param-gather"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
 CORE, MLP, MOE = (
     f"--recompute-granularity selective --recompute-modules {name}" for name in ("core_attn", "mlp", "moe")
 )

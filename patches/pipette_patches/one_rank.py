@@ -329,13 +329,8 @@ class Trainer:
             with self.meter.labelled("embedding"):
                 batch = next(batches)
         run = chunk.build_schedule_plan if return_schedule_plan else chunk
-        out = run(
-            batch.get("tokens"),
-            batch.get("position_ids"),
-            batch.get("attention_mask"),
-            labels=batch.get("labels"),
-            loss_mask=batch.get("loss_mask"),
-        )
+        inputs = [batch.get(name) for name in ("tokens", "position_ids", "attention_mask")]
+        out = run(*inputs, labels=batch.get("labels"), loss_mask=batch.get("loss_mask"))
         return out, under("head", functools.partial(_loss, batch.get("loss_mask")))
 
 
@@ -352,9 +347,8 @@ def _weights_and_masters(chunk: Any) -> Iterator[tuple[torch.Tensor | None, str]
 
 def _loss(loss_mask: Any, output: torch.Tensor) -> Any:
     """Sum the losses as `loss_func` of pretrain_gpt does."""
-    losses = output.view(-1).float()
     mask = loss_mask.view(-1).float()
-    loss = torch.sum(losses * mask)
+    loss = torch.sum(output.view(-1).float() * mask)
     num_tokens = mask.sum().clone().detach().to(torch.int)
     report = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
     return loss, num_tokens, {"lm loss": report}
@@ -364,8 +358,7 @@ def _marked_backward(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let the meter mark the moment when the backward reaches the output of a function."""
 
     def mark(_gradient: torch.Tensor) -> None:
-        meter = current()
-        if meter is not None:
+        if (meter := current()) is not None:
             meter.mark()
 
     def forward(*args: Any, **kwargs: Any) -> Any:

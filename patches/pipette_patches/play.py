@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +135,8 @@ def open_door() -> None:
             *in_module("torch.distributed", {"init_process_group": _fake_group, "new_group": _own_groups}),
             *in_module("megatron.core.optimizer", {"get_megatron_optimizer": _seen_optimizer}),
             *in_module("megatron.training.training", {"build_train_valid_test_data_iterators": _trains}),
-            *(
-                each
-                for module in ("megatron.core.pipeline_parallel", "megatron.core.pipeline_parallel.schedules")
-                for each in in_module(module, {"get_forward_backward_func": _door})
-            ),
+            *in_module("megatron.core.pipeline_parallel", {"get_forward_backward_func": _door}),
+            *in_module("megatron.core.pipeline_parallel.schedules", {"get_forward_backward_func": _door}),
         )
     ).apply()
 
@@ -244,7 +242,7 @@ def _as_rank(rank: int, world_size: int) -> Iterator[None]:
         # torch's compiler would otherwise keep its results in the program's temporary folder, which is deleted.
         INDUCTOR: os.environ.get(INDUCTOR) or f"{tempfile.gettempdir()}/torchinductor_{user}",
     }
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     argv, path, main, stdin = list(sys.argv), list(sys.path), sys.modules["__main__"], sys.stdin
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     os.environ.update(variables)
@@ -253,11 +251,9 @@ def _as_rank(rank: int, world_size: int) -> Iterator[None]:
             sys.stdin = nothing
             yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)
         sys.argv[:], sys.path[:], sys.modules["__main__"], sys.stdin = argv, path, main, stdin
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -268,6 +264,16 @@ def run_script(program: Program) -> None:
     code, main = load(program)
     sys.modules["__main__"] = main
     exec(code, vars(main))  # noqa: S102
+
+
+_LOSSES = {
+    "parallel_state": "_MOE_LAYER_WISE_LOGGING_TRACKER.clear",
+    "transformer.moe.moe_utils": "_MOE_LAYER_WISE_LOGGING_TRACKER.clear",
+    "transformer.moe.moe_logging": "destroy_moe_metrics_tracker",
+    "transformer.multi_token_prediction": "MTPLossLoggingHelper.tracker.clear",
+    "transformer.experimental_attention_variant.dsa": "DSAIndexerLossLoggingHelper.tracker.clear",
+}
+"""Functions of several releases that forget the losses of layers. The table keeps the length of the first model."""
 
 
 def _forget() -> None:
@@ -281,6 +287,9 @@ def _forget() -> None:
     trainer = sys.modules.get("megatron.training.global_vars")
     if trainer is not None:
         trainer.destroy_global_vars()
+    for module, path in _LOSSES.items():
+        with contextlib.suppress(AttributeError):
+            attrgetter(path)(sys.modules.get(f"megatron.core.{module}"))()
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()

@@ -224,8 +224,7 @@ def _metered_within(
 def recounting(original: Callable[..., Any], storage: Any, size: int) -> Any:
     """Resize a storage and let the current meter count its new size."""
     done = original(storage, size)
-    meter = current()
-    if meter is not None:
+    if (meter := current()) is not None:
         meter.recount(storage)
     return done
 

@@ -128,12 +128,11 @@ def run_stage(
             return timer.run(step, [optimizer for _, optimizer in play.optimizers])
         return step.run(num_microbatches=num_microbatches)
 
-    rank = first_rank(layout, pp_rank)
     try:
         with (
             refusals_named(stage_words(layout, pp_rank), program),
             Replacements((_received(timer), *_WITHOUT_PEERS)),
-            played(start, rank=rank, world_size=layout.world_size, on_step=on_step),
+            played(start, rank=first_rank(layout, pp_rank), world_size=layout.world_size, on_step=on_step),
         ):
             peak = max(meter.stretches, key=lambda stretch: stretch.total)
     finally:

@@ -79,9 +79,27 @@ def example() -> dict[str, Any]:
     return found
 
 
+def experts(num_layers: int) -> str:
+    """Play two steps of a model whose routers note a loss of each layer, and return `trains` or the error."""
+
+    def on_step(seen: play.Play, step: play.Step) -> Any:
+        return step.run() if seen.num_steps == 1 else stop(seen, step)
+
+    routers = (
+        "--num-experts 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --disable-bias-linear"
+    )
+    words = (*FLAGS, *routers.split(), "--num-layers", str(num_layers))
+    program = Program(patches=(), name=str(EXAMPLE), is_module=False, arguments=words)
+    try:
+        with play.played(functools.partial(play.run_script, program), rank=0, world_size=1, on_step=on_step):
+            return "trains"
+    except IndexError as error:
+        return str(error)
+
+
 def main(folder: Path) -> None:
     """Play everything, below an empty folder."""
-    found: dict[str, Any] = {"example": example(), "outcomes": {}}
+    found: dict[str, Any] = {"example": example(), "outcomes": {}, "experts": [experts(2), experts(3)]}
     handler = signal.getsignal(signal.SIGTERM)
     sys.stdout.flush()
     output, sys.stdout = sys.stdout, Path(os.devnull).open("w")  # noqa: SIM115

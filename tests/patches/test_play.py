@@ -48,6 +48,11 @@ def test_a_bad_script_ends_with_one_sentence(found: dict[str, Any], name: str, e
     assert expected == found["outcomes"][name]
 
 
+def test_a_model_with_more_layers_follows(found: dict[str, Any]) -> None:
+    """Megatron's table of the routers' losses has an element for each layer, and would keep its first length."""
+    assert ["trains", "trains"] == found["experts"]
+
+
 def test_handlers_of_signals_are_put_back(found: dict[str, Any]) -> None:
     """A script's handler for SIGTERM would keep the agent from ending the worker."""
     assert found["same handler"]

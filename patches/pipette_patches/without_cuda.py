@@ -298,11 +298,11 @@ WITHOUT_ENGINE = (
         )
         for path in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear")
     ),
-    # Megatron sets HAVE_TE to True if its own wrapper modules can be imported, even if the wrapped classes are None.
+    # Before 0.17, latent attention takes this name as Transformer Engine's class although the engine is missing.
     Replacement(
         module="megatron.core.transformer.multi_latent_attention",
-        path="HAVE_TE",
-        make=lambda _original: importlib.util.find_spec("transformer_engine") is not None,
+        path="TELinear",
+        make=lambda original: original if importlib.util.find_spec("transformer_engine") else _a_class(None),
         versions="<0.17",
     ),
 )

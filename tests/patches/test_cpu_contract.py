@@ -21,7 +21,7 @@ EXPECTED = {
     "megatron.core.tensor_parallel.random._set_cuda_rng_state": ["new_state", "device", "graph_safe"],
     "megatron.core.tensor_parallel.random.CheckpointWithoutOutput.__init__": ["self", "fp8"],
     "megatron.core.transformer.moe.moe_utils.te_general_gemm": None,
-    "megatron.core.transformer.multi_latent_attention.HAVE_TE": None,
+    "megatron.core.transformer.multi_latent_attention.TELinear": None,
     "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__": [
         "self", "config", "layer_number", "attn_mask_type", "attention_type", "attention_dropout", "softmax_scale",
         "cp_comm_type", "pg_collection",

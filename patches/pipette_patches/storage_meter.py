@@ -132,15 +132,6 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(storage)
         self._held[-1].append(copy)
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let operations run at full speed during the block, without counting their storages."""
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            self.__enter__()  # type: ignore[no-untyped-call]
-
     def recount(self, storage: Any, label: str | None = None) -> None:
         """Count a storage with its new size, and under a new label if `label` is not None."""
         entry = self._live.get(storage._cdata)

@@ -13,8 +13,8 @@ import gc
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -38,14 +38,6 @@ _TIMED = {"cpu": 3, "cuda": 1}
 """Number of timed steps. On a CPU the timed steps follow the metered steps, because the meter slows each operation."""
 
 
-class StageTime(NamedTuple):
-    """Seconds of a training step on one stage, without waits; `StageReading` explains the fields."""
-
-    num_microbatches: int
-    schedule_s: float
-    update_s: float
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageRun:
     """The memory and the seconds that one stage used during its run."""
@@ -59,8 +51,8 @@ class StageRun:
     """`tally_bytes` by label, with the labels of abstract execution."""
     notes: tuple[str, ...]
     """One sentence for each difference from the real job."""
-    time: StageTime | None = None
-    """None if no stopwatch was given."""
+    times: dict[str, Any] = field(default_factory=dict)
+    """Fields of `StageReading` with the time of a step; empty without a stopwatch."""
 
 
 def run_stage(
@@ -83,19 +75,18 @@ def run_stage(
     `probe.instruments` for the device; None times no step. A WorkloadError says that Megatron or the script refuses the
     stage. Out-of-memory errors of torch are raised unchanged.
     """
-    meter = StorageMeter()
     num_microbatches = enough_microbatches(layout, pp_rank, layout.num_microbatches(job.batch.global_batch_size))
     real, changes, notes = (job, {}, ()) if program else as_run_here(job, device_kind)
-    skips_first = program is None and device_kind == "cpu" and not megatron_config.is_sharded(real)
-    timer = _Timer(stopwatch, num_microbatches) if stopwatch else None
-    num_steps = _STEPS + (_TIMED["cpu"] if timer and device_kind == "cpu" else 0)
-    unmetered = contextlib.ExitStack()
+    steps = _Steps(
+        layout=layout,
+        num_microbatches=num_microbatches,
+        skips_first=program is None and device_kind == "cpu" and not megatron_config.is_sharded(real),
+        on_cpu=device_kind == "cpu",
+        timer=_Timer(stopwatch, num_microbatches) if stopwatch else None,
+    )
 
     def start() -> None:
-        nonlocal meter
-        # On a GPU torch's allocator counts, including the memory that kernels allocate for themselves.
-        on_cpu = device_kind == "cpu"
-        with metered("cpu") if on_cpu else contextlib.nullcontext(StorageMeter()) as meter, unmetered:
+        with steps.metered() as meter:
             if program is not None:
                 program(job, layout)()
                 return
@@ -109,37 +100,64 @@ def run_stage(
                 num_optimizer_instances=megatron_config.optimizer_instances(real),
             )
 
-    def on_step(play: Play, step: Step) -> Any:
-        for _, optimizer in play.optimizers:
-            _never_skips(optimizer)
-        if timer:
-            timer.end()
-        if play.num_steps == _STEPS + 1:
-            meter.mark()
-            play.may_end = True
-            unmetered.enter_context(meter.paused() if device_kind == "cpu" else contextlib.nullcontext())
-        if play.num_steps > num_steps:
-            raise Stop
-        if play.num_steps == 1:
-            # The first step makes the optimizer's states. Interleaved stages take micro-batches in groups.
-            few = 1 if layout.vpp == 1 else layout.microbatch_group_size or layout.pp
-            return None if skips_first else step.run(num_microbatches=min(few, num_microbatches))
-        if timer and play.num_steps > num_steps - _TIMED[device_kind]:
-            return timer.run(step, [optimizer for _, optimizer in play.optimizers])
-        return step.run(num_microbatches=num_microbatches)
-
+    rank = first_rank(layout, pp_rank)
     try:
         with (
             refusals_named(stage_words(layout, pp_rank), program),
-            Replacements((_received(timer), *_WITHOUT_PEERS)),
-            played(start, rank=first_rank(layout, pp_rank), world_size=layout.world_size, on_step=on_step),
+            Replacements((_received(steps.timer), *_WITHOUT_PEERS)),
+            played(start, rank=rank, world_size=layout.world_size, on_step=steps.on_step),
         ):
-            peak = max(meter.stretches, key=lambda stretch: stretch.total)
+            peak = max(steps.meter.stretches, key=lambda stretch: stretch.total)
     finally:
         forget_dummy_gradients()
         gc.collect()
     parts = {name: size for name, size in peak.at_peak.items() if size}
-    return StageRun(tally_bytes=peak.total, parts=parts, notes=notes, time=timer.time() if timer else None)
+    times = steps.timer.times() if steps.timer else {}
+    return StageRun(tally_bytes=peak.total, parts=parts, notes=notes, times=times)
+
+
+@dataclass(kw_only=True)
+class _Steps:
+    """The training steps of a stage: the meter counts the first two, and a stopwatch takes the time of the last."""
+
+    layout: Layout
+    num_microbatches: int
+    skips_first: bool
+    on_cpu: bool
+    timer: _Timer | None
+    meter: StorageMeter = field(default_factory=StorageMeter)
+    _unmetered: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @contextlib.contextmanager
+    def metered(self) -> Iterator[StorageMeter]:
+        """Count tensors during the block. On a GPU torch's allocator counts, and includes the memory of kernels."""
+        with metered("cpu") if self.on_cpu else contextlib.nullcontext(self.meter) as self.meter, self._unmetered:
+            yield self.meter
+
+    def on_step(self, play: Play, step: Step) -> Any:
+        """Run a step, or end the play."""
+        timed = 0 if self.timer is None else _TIMED["cpu" if self.on_cpu else "cuda"]
+        last = _STEPS + (timed if self.on_cpu else 0)
+        for _, optimizer in play.optimizers:
+            _never_skips(optimizer)
+        if self.timer:
+            self.timer.end()
+        if play.num_steps == _STEPS + 1:
+            self.meter.mark()
+            play.may_end = True
+            if self.on_cpu:
+                # Operations run at full speed until the program ends.
+                self.meter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                self._unmetered.callback(self.meter.__enter__)
+        if play.num_steps > last:
+            raise Stop
+        if play.num_steps == 1:
+            # The first step makes the optimizer's states. Interleaved stages take micro-batches in groups.
+            few = 1 if self.layout.vpp == 1 else self.layout.microbatch_group_size or self.layout.pp
+            return None if self.skips_first else step.run(num_microbatches=min(few, self.num_microbatches))
+        if self.timer and play.num_steps > last - timed:
+            return self.timer.run(step, [optimizer for _, optimizer in play.optimizers])
+        return step.run(num_microbatches=self.num_microbatches)
 
 
 class _Timer:
@@ -199,11 +217,12 @@ class _Timer:
         self._marks.clear()
         self._pauses.clear()
 
-    def time(self) -> StageTime | None:
-        """Return the medians over all timed steps; None if no optimizer has made a step."""
+    def times(self) -> dict[str, Any]:
+        """Return the medians over all timed steps by `StageReading`'s names; empty if no optimizer has made a step."""
         self.end()
-        medians = [*map(statistics.median, zip(*self._times_s, strict=True))]
-        return StageTime(self._num_microbatches, *medians) if medians else None
+        medians = map(statistics.median, zip(*self._times_s, strict=True))
+        found = dict(zip(("schedule_s", "update_s"), medians, strict=False))
+        return found and {**found, "num_microbatches": self._num_microbatches}
 
 
 def stage_words(layout: Layout, pp_rank: int) -> str:

@@ -407,6 +407,15 @@ class Measurements:
     stages: tuple[StageReading, ...] = field(default=(), metadata=ADDED_LATER)
     """Measured memory of whole pipeline stages of promising layouts, each run on a single device."""
 
+    def stages_of(self, job: Job) -> tuple[StageReading, ...]:
+        """Return the readings of whole stages that are valid for a job."""
+        digest = memory_digest(job) if self.stages else ""
+        return tuple(reading for reading in self.stages if reading.job_digest == digest)
+
+    def timed_stages_of(self, job: Job) -> tuple[StageReading, ...]:
+        """Return the readings for a job that have the seconds of a step."""
+        return tuple(reading for reading in self.stages_of(job) if reading.num_microbatches and reading.schedule_s)
+
     def compute_cases(self) -> tuple[ComputeCase, ...]:
         """Return all compute cases that were measured, sorted."""
         return tuple(sorted({time.case for time in self.compute}))
@@ -472,7 +481,11 @@ def without_hosts(measurements: Measurements, names: Collection[str]) -> Measure
             for reading in measurements.memory
             if reading.slot in slots or reading.case not in read
         ),
-        stages=_stages(measurements, slots),
+        stages=tuple(
+            replace(reading.times(factor), slot=slots[slot])
+            for reading in measurements.stages
+            for slot, factor in [_stand_in(cluster.slot_speed, slots, reading.slot)]
+        ),
         conditions=tuple(measurements.conditions[slot] for slot in slots) if measurements.conditions else (),
         verdicts=tuple(one for one in measurements.verdicts if one.host not in names and one.other_host not in names),
         survey=_survey(survey, kept_H) if survey else None,
@@ -494,19 +507,11 @@ def _survey(survey: LinkSurvey, kept_H: Sequence[int]) -> LinkSurvey:
     )
 
 
-def _stand_in(speed: Sequence[float], slots: Collection[int], gone: int) -> tuple[int, float]:
-    """Return the remaining slot of the nearest speed for a removed slot, and the factor on the removed slot's times."""
+def _stand_in(speed: Sequence[float], slots: Collection[int], slot: int) -> tuple[int, float]:
+    """Return the slot itself, or the remaining slot of the nearest speed; and the factor on the times of the slot."""
     # A slot's speed times its seconds is the time of a slot with speed 1.
-    slot = min(slots, key=lambda slot: abs(speed[slot] - speed[gone]))
-    return slot, speed[gone] / speed[slot]
-
-
-def _stages(measurements: Measurements, slots: dict[int, int]) -> tuple[StageReading, ...]:
-    speed, readings = measurements.cluster.slot_speed, []
-    for reading in measurements.stages:
-        slot, factor = (reading.slot, 1.0) if reading.slot in slots else _stand_in(speed, slots, reading.slot)
-        readings.append(replace(reading.times(factor), slot=slots[slot]))
-    return tuple(readings)
+    nearest = slot if slot in slots else min(slots, key=lambda other: abs(speed[other] - speed[slot]))
+    return nearest, speed[slot] / speed[nearest]
 
 
 def _compute(measurements: Measurements, slots: dict[int, int]) -> tuple[ComputeTime, ...]:
@@ -514,9 +519,7 @@ def _compute(measurements: Measurements, slots: dict[int, int]) -> tuple[Compute
     timed = {(time.case, time.part) for time in measurements.compute if time.slot in slots}
     times = []
     for time in measurements.compute:
-        if time.slot in slots:
-            times.append(replace(time, slot=slots[time.slot]))
-        elif (time.case, time.part) not in timed:
+        if time.slot in slots or (time.case, time.part) not in timed:
             stand_in, factor = _stand_in(speed, slots, time.slot)
             idle = {name: factor * getattr(time, name) for name in ("forward_idle_s", "backward_idle_s")}
             times.append(replace(time.times(factor), slot=slots[stand_in], **idle))

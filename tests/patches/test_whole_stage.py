@@ -50,18 +50,17 @@ def test_fp16_steps_whatever_its_gradients_are(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("name", "num_microbatches"), [("first of four", 5), ("third of four", 3), ("experts", 2)])
 def test_a_step_is_timed_without_the_meter(found: dict[str, Any], name: str, num_microbatches: int) -> None:
-    """The median step has seconds of a schedule and of an optimizer, and three steps are not all of the run."""
-    count, schedule_s, update_s = found[name]["time"]
+    """The median step has seconds of a schedule and of an optimizer; three steps, as fast, are not all of the run."""
+    times = found[name]["times"]
 
-    assert count == num_microbatches
-    assert 0 < update_s
-    assert 0 < schedule_s
-    assert found[name]["whole_s"] > 0
+    assert num_microbatches == times["num_microbatches"]
+    assert 0 < min(times["update_s"], times["schedule_s"])
+    assert 2 * (times["update_s"] + times["schedule_s"]) < found[name]["whole_s"]
 
 
 def test_without_a_stopwatch_nothing_is_timed(found: dict[str, Any]) -> None:
     """The other stages run two steps only."""
-    assert {name for name in (CASES | SHARDED) if found[name]["time"]} == set(TIMED)
+    assert {name for name in (CASES | SHARDED) if found[name]["times"]} == set(TIMED)
 
 
 def predicted(name: str) -> MemoryParts:

@@ -18,15 +18,7 @@ from pipette_launch.cost.layers.passes import Hiding
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Field, Layout
-from pipette_launch.facts.measurements import (
-    LAYERS,
-    ComputeCase,
-    ComputeTime,
-    LoadingTime,
-    Measurements,
-    StageReading,
-    memory_digest,
-)
+from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, LoadingTime, Measurements, StageReading
 from pipette_launch.facts.model import LayerKind
 from pipette_launch.megatron.performance import performance_options
 
@@ -172,7 +164,7 @@ class ComputeTable:
         self._sources: dict[ComputeCase, ComputeCase | None] = {case: case for case in self._complete}
         self.factors = StageFactors()
         """Factors of measured stages on the times of this table, which include the usual factor."""
-        ratios = [*self._ratios(timed_stages(job, measurements), measurements.cluster.slot_speed)]
+        ratios = [*self._ratios(measurements.timed_stages_of(job), measurements.cluster.slot_speed)]
         self.factors = StageFactors.of(ratios, READING_ERROR[self.device_kind])
         self._scaled.clear()
         self._passes = {key: one * self.factors.usual for key, one in self._passes.items()}
@@ -385,13 +377,6 @@ class ComputeTable:
         away = offloaded(self._job, layout, kind)
         exposed_s = away.moved / self._host_bytes_per_s - layer.backward_s - layer.recompute_s
         return replace(layer, backward_s=layer.backward_s + away.share * max(0.0, exposed_s))
-
-
-def timed_stages(job: Job, measurements: Measurements) -> list[StageReading]:
-    """Return the readings of the job's own stages whose steps were timed."""
-    timed = [reading for reading in measurements.stages if reading.num_microbatches and reading.schedule_s]
-    digest = memory_digest(job) if timed else ""
-    return [reading for reading in timed if reading.job_digest == digest]
 
 
 def _median_passes(

@@ -18,7 +18,7 @@ from pipette_launch.facts.accelerators import compute_capability
 from pipette_launch.facts.job import RING, Job, flag_of
 from pipette_launch.facts.known_devices import capability_of_cluster
 from pipette_launch.facts.layout import Ints, Layout, LayoutColumns
-from pipette_launch.facts.measurements import Measurements, MemoryNeed, StageReading, memory_digest
+from pipette_launch.facts.measurements import Measurements, MemoryNeed, StageReading
 from pipette_launch.megatron.performance import EXPANDABLE, VARIABLES, allocator_options, performance_options
 from pipette_launch.text import MIB
 
@@ -213,7 +213,7 @@ def overhead_of(
         workspace=Figure(workspace, f"default: the libraries' own constants for {known}"),
         context=context,
         communicators=communicators,
-        reserve=_reserve(job, measured.stages if measured else ()),
+        reserve=_reserve(job, measured.stages_of(job) if measured else ()),
     )
 
 
@@ -226,14 +226,11 @@ def measured_overhead(job: Job, layout: Layout, measured: Measurements) -> Overh
 
 
 def _reserve(job: Job, readings: Sequence[StageReading]) -> Figure:
-    """Return the largest ratio of reserved to allocated bytes in measured stages of the job; else the default."""
-    digest = memory_digest(job) if readings else ""
+    """Return the largest ratio of reserved to allocated bytes in the job's measured stages; else the default."""
     ratios = [
-        reading.reserved_peak_bytes / reading.allocator_peak_bytes
-        for reading in readings
-        if (reading.job_digest, reading.allocator_config) == (digest, job.allocator_config)
-        and reading.reserved_peak_bytes
-        and reading.allocator_peak_bytes
+        one.reserved_peak_bytes / one.allocator_peak_bytes
+        for one in readings
+        if one.allocator_config == job.allocator_config and one.reserved_peak_bytes and one.allocator_peak_bytes
     ]
     if ratios:
         value = round(min(max(*ratios, 1.0), MOST_RESERVE), 4)
@@ -324,11 +321,10 @@ class MeasuredStages:
     """
 
     def __init__(self, job: Job, measurements: Measurements) -> None:
-        digest = memory_digest(job) if measurements.stages else ""
         self._job, self._cluster = job, measurements.cluster
         self._readings: dict[Layout, dict[int, StageReading]] = {}
-        for reading in measurements.stages:
-            if reading.job_digest == digest and reading.layout.world_size == self._cluster.num_slots:
+        for reading in measurements.stages_of(job):
+            if reading.layout.world_size == self._cluster.num_slots:
                 self._readings.setdefault(reading.layout, {})[reading.pp_rank] = reading
 
     @property

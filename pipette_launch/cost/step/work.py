@@ -18,7 +18,7 @@ from pipette_launch.cost.communication.exchanges import (
     meets_receivers,
     step_traffic,
 )
-from pipette_launch.cost.compute.stages import ComputeTable, timed_stages
+from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers.block import residual_bytes
 from pipette_launch.cost.layers.parameters import OnceAStep, expert_dp, gradient_bytes_per_parameter, shard_copies
 from pipette_launch.cost.layers.passes import Collective, Exchange
@@ -109,7 +109,7 @@ def once_a_step(job: Job, measurements: Measurements) -> OnceAStep:
     more_s = [
         speed[reading.slot] * reading.update_s
         - float(_update_s_P(job, step_traffic(job, reading.layout), once)[reading.pp_rank])
-        for reading in timed_stages(job, measurements)
+        for reading in measurements.timed_stages_of(job)
     ]
     return once._replace(host_s=once.host_s + max(0.0, statistics.median(more_s or [0.0])))
 

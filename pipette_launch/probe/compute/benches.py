@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from time import sleep
 from typing import ClassVar
 
@@ -21,6 +21,7 @@ from pipette_launch.facts import (
     LoadingTime,
     MemoryReading,
     ModelSpec,
+    Samples,
     StageReading,
 )
 from pipette_launch.facts.measurements import LAYERS, memory_digest
@@ -147,21 +148,12 @@ def joined_times(times: Sequence[ComputeTime]) -> list[ComputeTime]:
     """Join the times of the same part and case from several sweeps, in the order of the first sweep."""
     found: dict[tuple[ComputeCase, str], ComputeTime] = {}
     for time in times:
-        key = (time.case, time.part)
-        before = found.get(key)
-        if before is None:
-            found[key] = time
-            continue
-        recompute = before.recompute or time.recompute
-        if before.recompute and time.recompute:
-            recompute = before.recompute.joined(time.recompute)
-        found[key] = replace(
-            before,
-            forward=before.forward.joined(time.forward),
-            input_grad=before.input_grad.joined(time.input_grad),
-            weight_grad=before.weight_grad.joined(time.weight_grad),
-            recompute=recompute,
-        )
+        before = found.get((time.case, time.part))
+        if before is not None:
+            names = ("forward", "input_grad", "weight_grad", *(("recompute",) if time.recompute else ()))
+            both = {name: [one for one in (getattr(before, name), getattr(time, name)) if one] for name in names}
+            time = replace(before, **{name: reduce(Samples.joined, each) for name, each in both.items()})  # noqa: PLW2901
+        found[time.case, time.part] = time
     return [*found.values()]
 
 
@@ -216,8 +208,7 @@ class LayerBench(Bench):
         """
         if self.script is not None:
             try:
-                with ExitStack() as stack:
-                    self._build_and_run(stack)
+                self._build_and_run()
             except Exception as error:  # noqa: BLE001
                 # A script may raise an error of any type. A lack of memory is no fault of the script.
                 if not is_out_of_memory(error):
@@ -227,16 +218,17 @@ class LayerBench(Bench):
         if self.script is not None:
             self.notes += self.script.notes(self.options.job)
         else:
-            with suppress(WorkloadError, RuntimeError, MemoryError), ExitStack() as stack:
-                self._build_and_run(stack)
+            with suppress(WorkloadError, RuntimeError, MemoryError):
+                self._build_and_run()
         # Read the workspaces after the layers are freed, because layers would count as workspaces.
         return self.meter.workspace_bytes()
 
-    def _build_and_run(self, stack: ExitStack) -> None:
-        work = self._build(self.options.cases[0], stack)
-        _untimed_lap(work)
-        optimizer_step(work).run()
-        self._stopwatch.settle()
+    def _build_and_run(self) -> None:
+        with ExitStack() as stack:
+            work = self._build(self.options.cases[0], stack)
+            _untimed_lap(work)
+            optimizer_step(work).run()
+            self._stopwatch.settle()
 
     def measure(self, lockstep: Lockstep, budget: Budget) -> None:
         """Measure this slot's compute cases until rank 0 decides that the time budget is spent.
@@ -483,7 +475,7 @@ class StageBench(Bench):
                     device_peak_bytes=peak.device_bytes,
                     ran_out=not runs,
                     allocator_config=self.options.job.allocator_config,
-                    **(runs[0].time._asdict() if runs and runs[0].time else {}),
+                    **(runs[0].times if runs else {}),
                 )
             )
 
@@ -492,11 +484,8 @@ class StageBench(Bench):
         job, kind = self.options.job, self.options.device_kind
         try:
             program = self.script.for_stages if self.script else None
-            watch = stopwatch_for(kind)
-            run = whole_stage.run_stage(
-                job, case.layout, case.pp_rank, device_kind=kind, program=program, stopwatch=watch
-            )
-            runs.append(run)
+            run = partial(whole_stage.run_stage, job, case.layout, case.pp_rank, device_kind=kind)
+            runs.append(run(program=program, stopwatch=stopwatch_for(kind)))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -39,7 +39,7 @@ from pipette_launch.probe.instruments import CpuMeter, CudaMeter, Peak
 from pipette_launch.probe.lockstep import Budget, Lockstep
 from pipette_launch.probe.messages import WarmupOrder
 from pipette_patches import workload
-from pipette_patches.whole_stage import StageRun, StageTime
+from pipette_patches.whole_stage import StageRun
 from pipette_patches.workload import MOST_VARIANTS, OptimizerStep, Part, Workload, WorkloadError
 
 CASES = tuple(ComputeCase(tp=1, cp=1, micro_batch_size=size) for size in (1, 2, 3, 4))
@@ -495,6 +495,7 @@ def test_what_earlier_layers_left_does_not_count(monkeypatch: pytest.MonkeyPatch
 
 
 GIB = 1 << 30
+TIMES: dict[str, Any] = {"num_microbatches": 3, "schedule_s": 0.3, "update_s": 0.02}
 FIRST, SECOND = (StageCase(layout=Layout(pp=2), pp_rank=rank) for rank in range(2))
 
 
@@ -549,7 +550,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Layout, int]]:
 
     def run_stage(job: object, layout: Layout, pp_rank: int, **_: object) -> StageRun:
         done.append((layout, pp_rank))
-        return StageRun(tally_bytes=77, parts={}, notes=(), time=StageTime(3, 0.3, 0.02))
+        return StageRun(tally_bytes=77, parts={}, notes=(), times=TIMES)
 
     monkeypatch.setattr(benches.whole_stage, "run_stage", run_stage)
     return done
@@ -570,9 +571,7 @@ def test_a_gpu_reads_allocator_and_driver(tmp_path: Path, ran: list[tuple[Layout
             allocator_peak_bytes=105,
             reserved_peak_bytes=128,
             device_peak_bytes=500,
-            num_microbatches=3,
-            schedule_s=0.3,
-            update_s=0.02,
+            **TIMES,
         )
     ] == readings
 

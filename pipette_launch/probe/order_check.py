@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -21,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.probe.lockstep import end_with_parent, worker_place
+from pipette_launch.probe.lockstep import worker_place
 from pipette_launch.probe.messages import wait_s
-from pipette_launch.probe.run import BACKENDS, connect_store
+from pipette_launch.probe.run import BACKENDS, connect_store, run_as_worker
 from pipette_launch.text import printable
 
 SIZES_BYTES = tuple(1 << power for power in range(20, 27))
@@ -110,9 +109,4 @@ def _found(kind: str, tp: int, ranks: list[int]) -> str:
 
 
 if __name__ == "__main__":
-    end_with_parent()
-    warnings.simplefilter("ignore")
-    code = main(sys.argv[1:])
-    sys.stderr.flush()
-    # After a failure, destructors of communicators would wait for peers that are gone.
-    os._exit(code)
+    run_as_worker(main)

@@ -11,10 +11,10 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import files
@@ -165,11 +165,16 @@ def connect_store(place: WorkerPlace, timeout: timedelta) -> Any:
     )
 
 
-if __name__ == "__main__":
+def run_as_worker(program: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Run the program of a worker, and end this process with the exit code that the program returns."""
     end_with_parent()
     # torch and megatron-core warn about optional libraries and deprecations, which do not concern a measurement.
     warnings.simplefilter("ignore")
-    code = main(sys.argv[1:])
+    code = program(sys.argv[1:])
     sys.stderr.flush()
     # After a failure, destructors of communicators would wait for peers that are gone.
     os._exit(code)
+
+
+if __name__ == "__main__":
+    run_as_worker(main)

@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 from pipette_launch.errors import PipetteError
@@ -70,6 +72,8 @@ class Play:
     """True if the program has made enough training steps to end by itself."""
 
 
+MOST_SAMPLES = 1 << 20
+"""Most samples of a mock data set, because the index of a long training takes gigabytes."""
 _playing: list[Play] = []
 """The present play. The replacements below stay for the life of the process, because modules that the program imported
 keep references to them."""
@@ -126,6 +130,33 @@ def _trains(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return iterators
 
 
+@wrapping
+def _random_documents(
+    original: Callable[..., Any], builder: Any, path: str | None, split: Any, sizes: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Give mock data sets a file of documents, which classes without samples of their own read, and few samples."""
+    if not _playing or path is not None:
+        return original(builder, path, split, sizes, *args, **kwargs)
+    few = [size and min(size, MOST_SAMPLES) for size in sizes]
+    # On other ranks, data sets would wait for files that rank 0 writes.
+    with mock.patch.object(dist, "get_rank", return_value=0):
+        return original(builder, _documents(builder.config.sequence_length), split, few, *args, **kwargs)
+
+
+def _documents(seq_length: int) -> str:
+    """Write documents of short sentences into the temporary folder, and return their path for Megatron."""
+    from megatron.core.datasets import indexed_dataset
+
+    path = str(Path(tempfile.gettempdir()) / "documents")
+    writer = indexed_dataset.IndexedDatasetBuilder(indexed_dataset.get_bin_path(path))
+    # Megatron skips documents with a sentence above 512 tokens.
+    lengths = [min(max(seq_length // 8, 1), 500)] * 64
+    for _ in range(48):
+        writer.add_document(torch.arange(sum(lengths)) % 60 + 1, lengths)
+    writer.finalize(indexed_dataset.get_idx_path(path))
+    return path
+
+
 @functools.cache
 def open_door() -> None:
     """Install the replacements in torch and megatron-core, and the audit hook that guards files and network."""
@@ -134,6 +165,10 @@ def open_door() -> None:
         (
             *in_module("torch.distributed", {"init_process_group": _fake_group, "new_group": _own_groups}),
             *in_module("megatron.core.optimizer", {"get_megatron_optimizer": _seen_optimizer}),
+            *in_module(
+                "megatron.core.datasets.blended_megatron_dataset_builder",
+                {"BlendedMegatronDatasetBuilder._build_megatron_dataset_splits": _random_documents},
+            ),
             *in_module("megatron.training.training", {"build_train_valid_test_data_iterators": _trains}),
             *in_module("megatron.core.pipeline_parallel", {"get_forward_backward_func": _door}),
             *in_module("megatron.core.pipeline_parallel.schedules", {"get_forward_backward_func": _door}),

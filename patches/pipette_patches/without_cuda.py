@@ -259,6 +259,18 @@ class _NormedLinear(torch.nn.Module):
         return self.linear(self.norm(hidden))
 
 
+def _local_encoder() -> Any:
+    return importlib.import_module(_BERT).bert_layer_local_spec
+
+
+@wrapping
+def _with_torch_norms(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Give a vision model norms that take Megatron's arguments."""
+    norm = importlib.import_module(_NORM).WrappedTorchNorm
+    original(*args, **{"ln_pre_impl": norm, "ln_post_impl": norm} | kwargs)
+
+
+_BERT = "megatron.core.models.bert.bert_layer_specs"
 _NORM, _LINEAR = "megatron.core.transformer.torch_norm", "megatron.core.tensor_parallel.layers"
 LOCAL_LAYERS = in_module(
     "megatron.core.extensions.transformer_engine",
@@ -272,7 +284,10 @@ LOCAL_LAYERS = in_module(
         "TEDotProductAttention": _local("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
     },
 )
-"""Megatron's own layers, which replace the Transformer Engine layers in Megatron's specs of hybrid models."""
+# NVIDIA's script imports a name that the module refuses without Transformer Engine.
+LOCAL_LAYERS += in_module(_BERT, {"get_bert_layer_with_transformer_engine_spec": instead(_local_encoder)})
+LOCAL_LAYERS += in_module("megatron.core.models.vision.clip_vit_model", {"CLIPViTModel.__init__": _with_torch_norms})
+"""Megatron's own layers, which replace the Transformer Engine layers in Megatron's specs of layers."""
 WITHOUT_ENGINE = (
     *in_module("megatron.core.transformer.torch_norm", {"WrappedTorchNorm.__new__": _norm_for_sequence_parallel}),
     # Without Transformer Engine, Megatron reads the name below but never defines the name.

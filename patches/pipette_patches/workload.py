@@ -11,26 +11,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
+import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
+import torch.utils._pytree
 
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import ComputeCase, Job, Layout
 from pipette_launch.facts.job import SCRIPT_ONLY
 from pipette_launch.facts.measurements import Part as PartName
+from pipette_launch.megatron.layout import STACKS
+from pipette_launch.megatron.performance import given_options
 from pipette_patches import registry
 from pipette_patches.megatron_config import left_out
 from pipette_patches.one_rank import Size, Trainer, import_megatron, initialize
-from pipette_patches.play import Play, PlayError, Step, Stop, played
+from pipette_patches.play import Play, Step, Stop, played
 from pipette_patches.storage_meter import StorageMeter
 
-_REFUSALS = (AssertionError, AttributeError, ImportError, NameError, PlayError, RuntimeError, TypeError, ValueError)
-"""Errors that megatron-core raises for a case that it cannot run (NameError: MoE without Transformer Engine, 0.16)."""
+Run = Callable[[torch.Tensor], torch.Tensor]
 MakeProgram = Callable[[Job, Layout], Callable[[], object]]
 """Returns the job's own script as a function that runs the script for another model size and layout."""
 
@@ -39,17 +44,23 @@ class WorkloadError(PipetteError):
     """megatron-core cannot run this case on this device."""
 
 
+class ForeignModelError(WorkloadError):
+    """The script builds another kind of model than its flags describe."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
     """A part of the model that runs forward and backward by itself."""
 
     name: PartName
     parameters: tuple[torch.nn.Parameter, ...]
-    source: torch.Tensor | None
+    source: torch.Tensor | None = None
     """The input for which a pipeline would send back a gradient; None for the embedding."""
     forward: Callable[[int], torch.Tensor]
     """Runs the part N times in a row, each time on its last output. If `chains` is False, runs the part once."""
-    chains: bool
+    chains: bool = False
+    num_layers: int = 1
+    """Number of layers in one run of the part."""
     accumulating: Callable[[], contextlib.AbstractContextManager[object]]
     """Context in which each weight gradient is added to a main gradient right away, as in all micro-batches but the
     last."""
@@ -131,7 +142,7 @@ def workload(
     """
     small, layout, notes = one_of_each(job, case, device_kind=device_kind)
     if program is None:
-        if job.model.hybrid or any(flag.startswith(SCRIPT_ONLY) for flag in job.performance_flags):
+        if job.model.hybrid or job.model.foreign or any(flag.startswith(SCRIPT_ONLY) for flag in job.performance_flags):
             raise WorkloadError("only the job's own script builds these layers")
         small, changes, more = as_run_here(small, device_kind)
         notes += more
@@ -139,10 +150,11 @@ def workload(
     else:
         start = program(small, layout)
     seen = _Seen()
+    look = functools.partial(seen.look, job)
     try:
         with contextlib.ExitStack() as stack:
             with refusals_named(case_words(case), program):
-                play = stack.enter_context(played(start, rank=0, world_size=layout.world_size, on_step=seen.look))
+                play = stack.enter_context(played(start, rank=0, world_size=layout.world_size, on_step=look))
                 config, optimizer = play.optimizers[-1]
                 parts, ids = _parts(seen, small)
             yield Workload(
@@ -238,32 +250,51 @@ def from_flags(
         trainer.step("step")
 
 
+class _Call(NamedTuple):
+    """Arguments and output of a part's call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    precision: Callable[[], contextlib.AbstractContextManager[object]]
+    output: Any
+
+
 class _Seen:
-    """Recorded calls of layers, embedding and prediction block in the first forward of a played program."""
+    """Recorded calls of the model, its layers, embedding and prediction block in the first forward of a program."""
 
     def __init__(self) -> None:
-        self.calls: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        self.precisions: dict[Any, Callable[[], contextlib.AbstractContextManager[object]]] = {}
+        self.calls: dict[Any, list[_Call]] = {}
         self.model: Any = None
         self.wrapped: Any = None
+        self.stacks: list[Any] = []
+        self.embedding: Any = None
 
-    def look(self, _play: Play, step: Step) -> None:
+    def look(self, job: Job, _play: Play, step: Step) -> None:
         """Run the first forward of a step, keep the arguments of each part, and stop the program."""
         (self.wrapped,) = step.chunks
         self.model = self.wrapped
         while hasattr(self.model, "module"):
             self.model = self.model.module
 
-        def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # Multi-token prediction calls the embedding again.
-            if module not in self.calls:
-                self.calls[module], self.precisions[module] = (args, kwargs), _precision()
+        self.stacks = _stacks(self.model)
+        layers = [layer for stack in self.stacks for layer in stack.layers]
+        names = {name.rpartition(".")[2]: module for name, module in self.model.named_modules()}
+        self.embedding = names.get("embedding")
+        is_known = bool(job.model.foreign) or self.stacks == [getattr(self.model, "decoder", None)]
+        if self.embedding is None or not is_known:
+            raise ForeignModelError(f"the script builds a {type(self.model).__name__}, which its flags do not describe")
+
+        def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            # The layers run again without the other layers, so their arguments carry no graph.
+            args, kwargs, output = torch.utils._pytree.tree_map(_cut, (args, kwargs, output))
+            self.calls.setdefault(module, []).append(_Call(args, kwargs, _precision(), output))
 
         def stop(*_call: object) -> None:
             raise Stop
 
-        parts = [*self.model.decoder.layers, self.model.embedding, getattr(self.model, "mtp", None)]
-        hooks = [part.register_forward_pre_hook(keep, with_kwargs=True) for part in parts if part is not None]
+        cores = [module.core_attention for module in self.model.modules() if hasattr(module, "core_attention")]
+        parts = [*layers, *cores, self.embedding, getattr(self.model, "mtp", None), self.model]
+        hooks = [part.register_forward_hook(keep, with_kwargs=True) for part in parts if part is not None]
         hooks.append(self.model.register_forward_hook(stop))
         try:
             step.run(num_microbatches=1)
@@ -271,11 +302,23 @@ class _Seen:
             for hook in hooks:
                 hook.remove()
 
-    def again(self, module: Any, **changes: Any) -> Any:
-        """Call a part of the model with the arguments of its first call, with some arguments changed."""
-        args, kwargs = self.calls[module]
-        with self.precisions[module]():
-            return module(*args, **{**kwargs, **changes})
+    def again(self, module: Any, number: int = 0, **changes: Any) -> Any:
+        """Call a part of the model with the arguments of its first or a later call, with some arguments changed."""
+        call = self.calls[module][number]
+        with call.precision():
+            return module(*call.args, **{**call.kwargs, **changes})
+
+
+def _cut(value: Any) -> Any:
+    """Return a tensor without its graph, and every other value unchanged."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
+def _stacks(module: Any) -> list[Any]:
+    """Return the stacks of layers of a model, in the model's order, without blocks of multi-token prediction."""
+    if isinstance(getattr(module, "layers", None), torch.nn.ModuleList):
+        return [module]
+    return [stack for name, child in module.named_children() if name != "mtp" for stack in _stacks(child)]
 
 
 def _precision() -> Callable[[], contextlib.AbstractContextManager[object]]:
@@ -310,7 +353,7 @@ def refusals_named(name: str, program: MakeProgram | None) -> Iterator[None]:
         yield
     except Exception as error:
         # A user's script may raise an error of any type.
-        if is_out_of_memory(error) or not (program or isinstance(error, _REFUSALS)):
+        if is_out_of_memory(error) or isinstance(error, ForeignModelError):
             raise
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise WorkloadError(f"{'the script' if program else 'megatron-core'} refuses {name}: {reason[0]}") from error
@@ -332,21 +375,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _parts(seen: _Seen, job: Job) -> tuple[tuple[Part, ...], torch.Tensor]:
     """Return the parts of the model that a program has built, and the token ids of its first forward."""
     gpt, model = seen.model, job.model
+    args, kwargs = seen.calls[seen.embedding][0][:2]
+    ids: torch.Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+    if model.foreign:
+        return _foreign_parts(seen, job), ids
     layers = list(gpt.decoder.layers)
     # Hybrid models name their last norm in another way than GPTModel.
     norm = getattr(gpt.decoder, "final_norm", None) or gpt.decoder.final_layernorm
-    hidden = seen.calls[layers[0]][1]["hidden_states"].detach().normal_().requires_grad_()
-    args, kwargs = seen.calls[gpt.embedding]
-    ids: torch.Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+    hidden = _input(seen, layers)
     tied = None if model.untie_embeddings_and_output_weights else gpt.shared_embedding_or_output_weight()
-
-    def run(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        def forward(flow: torch.Tensor) -> torch.Tensor:
-            # A transformer layer also returns its context, a Mamba layer does not.
-            output = seen.again(layer, hidden_states=flow)
-            return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
-
-        return forward
 
     def loss_of(normed: torch.Tensor) -> torch.Tensor:
         logits, _bias = gpt.output_layer(normed, weight=tied)
@@ -357,39 +394,118 @@ def _parts(seen: _Seen, job: Job) -> tuple[tuple[Part, ...], torch.Tensor]:
         # The multi-token prediction block returns its input, followed by the output of its only depth.
         return loss_of(seen.again(gpt.mtp, hidden_states=hidden).chunk(2)[1])
 
-    def part(name: PartName, module: Any, forward: Callable[[int], torch.Tensor], **options: Any) -> Part:
-        parameters = tuple(module.parameters())
-        return Part(name=name, parameters=parameters, forward=forward, accumulating=seen.wrapped.no_sync, **options)
-
+    part = functools.partial(_part, seen)
     found = [
-        part(
-            kind,
-            layer,
-            _chain(run(layer), hidden),
-            source=hidden,
-            chains=True,
-            recomputed=_chain(_checkpointed(run(layer)), hidden),
-        )
+        _layer_part(seen, kind, layer.parameters(), hidden, _in_turn(seen, [layer]))
         for kind, layer in zip(model.layer_kinds, layers, strict=True)
     ]
     words = gpt.embedding if tied is not None else gpt.output_layer
     head = torch.nn.ModuleList([norm, words])
-    found.append(part("embedding", gpt.embedding, lambda _: seen.again(gpt.embedding), source=None, chains=False))
-    found.append(part("head", head, lambda _: loss_of(norm(hidden)), source=hidden, chains=False))
-    attentive = next(
-        (layer for layer in layers if hasattr(getattr(layer, "self_attention", None), "core_attention")), None
-    )
-    if attentive is not None:
-        query, core, chains = _attention_core(attentive, lambda: run(attentive)(hidden))
-        module = attentive.self_attention.core_attention
-        found.append(part("core_attention", module, core, source=query, chains=chains))
+    found.append(part("embedding", gpt.embedding.parameters(), lambda _: seen.again(gpt.embedding)))
+    found.append(part("head", head.parameters(), lambda _: loss_of(norm(hidden)), source=hidden))
+    found += _core_part(seen, layers, most=1)
     if model.mtp_num_layers:
         modules = torch.nn.ModuleList([gpt.mtp, gpt.embedding, words])
-        found.append(part("prediction", modules, predict, source=hidden, chains=False))
+        found.append(part("prediction", modules.parameters(), predict, source=hidden))
     return tuple(found), ids
 
 
-def _chain(run: Callable[[torch.Tensor], torch.Tensor], source: torch.Tensor) -> Callable[[int], torch.Tensor]:
+def _foreign_parts(seen: _Seen, job: Job) -> tuple[Part, ...]:
+    """Return the parts of a model of another kind: its layers, the embedding, and the rest as head."""
+    # The script has built as many layers of each stack as keep the proportion of the flags for their numbers.
+    given = given_options(job)
+    sizes = [given[dest] for dest in STACKS if dest in given] or [1]
+    count = sum(sizes) // math.gcd(*sizes)
+    layers = [layer for stack in seen.stacks for layer in stack.layers]
+    if (len(layers) != job.model.num_layers) if len(seen.stacks) == 1 else "pp" not in job.pinned:
+        raise ForeignModelError(f"the script builds {len(layers)} layers, but its flags name {job.model.num_layers}")
+    inner = [each for layer in layers for each in layer.parameters()]
+    inputs = [_input(seen, stack.layers) for stack in seen.stacks]
+    source, run = _side_by_side(inputs, [_in_turn(seen, stack.layers) for stack in seen.stacks])
+
+    def embed(_: int) -> torch.Tensor:
+        rows = [seen.again(seen.embedding, number) for number, _ in enumerate(seen.calls[seen.embedding])]
+        return rows[0] if len(rows) == 1 else torch.cat([each.flatten() for each in rows])
+
+    def rest(_: int) -> torch.Tensor:
+        pieces: Any = torch.split(source.flatten(), [each.numel() for each in inputs])
+        answers = {seen.embedding: [call.output for call in seen.calls[seen.embedding]]}
+        for stack, like, piece in zip(seen.stacks, inputs, pieces, strict=True):
+            answers |= {each: [(piece.view_as(like), *seen.calls[each][0].output[1:])] for each in stack.layers}
+        with contextlib.ExitStack() as replaced:
+            for module, outputs in answers.items():
+                answer = functools.partial(_next, iter(outputs))
+                replaced.enter_context(mock.patch.object(module, "forward", answer))
+            found = torch.utils._pytree.tree_leaves(seen.again(seen.model))
+        return torch.stack([each.float().mean() for each in found if getattr(each, "requires_grad", False)]).sum()
+
+    others = {*seen.model.parameters()} - {*inner}
+    return (
+        dataclasses.replace(_layer_part(seen, "layer", inner, source, run), num_layers=count),
+        _part(seen, "embedding", seen.embedding.parameters(), embed),
+        _part(seen, "head", others, rest, source=source),
+        *(dataclasses.replace(part, num_layers=count) for part in _core_part(seen, layers)),
+    )
+
+
+def _next(outputs: Iterator[Any], *_args: Any, **_kwargs: Any) -> Any:
+    return next(outputs)
+
+
+def _part(seen: _Seen, name: PartName, parameters: Iterable[Any], forward: Any, **options: Any) -> Part:
+    return Part(name=name, parameters=tuple(parameters), forward=forward, accumulating=seen.wrapped.no_sync, **options)
+
+
+def _layer_part(seen: _Seen, kind: PartName, parameters: Iterable[Any], source: torch.Tensor, run: Any) -> Part:
+    again = _chain(_checkpointed(run), source)
+    return _part(seen, kind, parameters, _chain(run, source), source=source, chains=True, recomputed=again)
+
+
+def _core_part(seen: _Seen, layers: list[Any], most: int | None = None) -> list[Part]:
+    """Return the first attention cores of layers, side by side, as one part; no part if the layers have no core."""
+    modules = [module for layer in layers for module in layer.modules() if hasattr(module, "core_attention")][:most]
+    if not modules:
+        return []
+    queries, calls, fits = zip(*(_attention_core(seen, each.core_attention) for each in modules), strict=True)
+    query, once = _side_by_side(queries, calls)
+    parameters = [each for module in modules for each in module.core_attention.parameters()]
+    run = _chain(once, query) if all(fits) else lambda _: once(query)
+    return [_part(seen, "core_attention", parameters, run, source=query, chains=all(fits))]
+
+
+def _input(seen: _Seen, layers: Sequence[Any]) -> torch.Tensor:
+    """Return random hidden states of the shape that the first of several layers received."""
+    hidden: torch.Tensor = seen.calls[layers[0]][0].kwargs["hidden_states"]
+    return hidden.detach().normal_().requires_grad_()
+
+
+def _in_turn(seen: _Seen, layers: Sequence[Any]) -> Run:
+    """Return a function that runs layers one after the other."""
+
+    def forward(flow: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            output = seen.again(layer, hidden_states=flow)
+            # A transformer layer also returns its context, a Mamba layer does not.
+            flow = output[0] if isinstance(output, tuple) else output
+        return flow
+
+    return forward
+
+
+def _side_by_side(inputs: Sequence[torch.Tensor], runs: Sequence[Run]) -> tuple[torch.Tensor, Run]:
+    """Join several inputs to one tensor, and return a function that runs each input's function on its piece."""
+    if len(inputs) == 1:
+        return inputs[0], runs[0]
+    sizes = [each.numel() for each in inputs]
+
+    def run(flow: torch.Tensor) -> torch.Tensor:
+        pieces = zip(runs, torch.split(flow, sizes), inputs, strict=True)
+        return torch.cat([one(piece.view_as(each)).flatten() for one, piece, each in pieces])
+
+    return torch.cat([each.detach().flatten() for each in inputs]).requires_grad_(), run
+
+
+def _chain(run: Run, source: torch.Tensor) -> Callable[[int], torch.Tensor]:
     def forward(times: int) -> torch.Tensor:
         flow = source
         for _ in range(times):
@@ -399,7 +515,7 @@ def _chain(run: Callable[[torch.Tensor], torch.Tensor], source: torch.Tensor) ->
     return forward
 
 
-def _checkpointed(run: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _checkpointed(run: Run) -> Run:
     """Run a layer as Megatron's full recompute of single layers does: autograd keeps only the layer's input.
 
     `TransformerBlock._checkpointed_forward` calls the same function for method uniform with one layer, and for the
@@ -410,20 +526,9 @@ def _checkpointed(run: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torc
     return lambda flow: tensor_parallel.checkpoint(run, False, flow)
 
 
-def _attention_core(layer: Any, run: Callable[[], object]) -> tuple[torch.Tensor, Callable[[int], torch.Tensor], bool]:
-    """Return the queries of a layer's attention core, a function that runs it, and True if its output fits as input.
-
-    `run` runs the layer once, so that a hook can record the arguments of the attention core.
-    """
-    core: Any = layer.self_attention.core_attention
-    recorded: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    hook = core.register_forward_pre_hook(lambda _, args, kwargs: recorded.append((args, kwargs)), with_kwargs=True)
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        hook.remove()
-    given, options = recorded[0]
+def _attention_core(seen: _Seen, core: Any) -> tuple[torch.Tensor, Run, bool]:
+    """Return the queries of an attention core, a function that runs it, and True if its output fits as input."""
+    given, options = seen.calls[core][0][:2]
     query, key, value = (each.detach().clone().requires_grad_() for each in given[:3])
 
     def once(flow: torch.Tensor) -> torch.Tensor:
@@ -433,8 +538,7 @@ def _attention_core(layer: Any, run: Callable[[], object]) -> tuple[torch.Tensor
 
     with torch.no_grad():
         # In latent attention values are narrower than queries, so the output does not fit as a query.
-        chains = bool(once(query).numel() == query.numel())
-    return query, _chain(once, query) if chains else lambda _: once(query), chains
+        return query, once, bool(once(query).numel() == query.numel())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -456,23 +560,16 @@ def optimizer_step(work: Workload) -> OptimizerStep:
     """
     from megatron.core.optimizer import get_megatron_optimizer
 
-    def step_of(wrapped: Any, optimizer: Any) -> Callable[[], None]:
-        for parameter in wrapped.parameters():
-            if parameter.requires_grad:
-                # Random gradients have a norm far above Megatron's limit of 1, so the step clips gradients.
-                parameter.main_grad.copy_(torch.randn_like(parameter))
-        step: Callable[[], None] = optimizer.step
-        return step
-
     parameters: list[Any] = [each for each in work.wrapped.parameters() if each.requires_grad]
     single = torch.nn.Module()
     single.elements = torch.nn.ParameterList(each.detach().flatten()[:1].clone() for each in parameters)
     few = type(work.wrapped)(config=work.model.config, ddp_config=work.wrapped.ddp_config, module=single)
+    for parameter in (*parameters, *few.parameters()):
+        # Random gradients have a norm far above Megatron's limit of 1, so the step clips gradients.
+        parameter.main_grad.copy_(torch.randn_like(parameter))
     return OptimizerStep(
-        run=step_of(work.wrapped, work.optimizer),
-        run_on_single_elements=step_of(
-            few, get_megatron_optimizer(work.optimizer_config, [few], use_gloo_process_groups=False)
-        ),
+        run=work.optimizer.step,
+        run_on_single_elements=get_megatron_optimizer(work.optimizer_config, [few], use_gloo_process_groups=False).step,
         num_parameters=sum(each.numel() for each in parameters),
         gradient_bytes=sum(each.main_grad.numel() * each.main_grad.element_size() for each in parameters),
     )

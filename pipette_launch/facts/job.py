@@ -16,9 +16,11 @@ MODELLED = (*PRECISION, "--cuda-graph", "--window-size")
 
 The device model computes the effect of these flags on time.
 """
+OTHER_MODELS = ("--decoder-num-layers", "--decoder-seq-length", "--img-h", "--vision-pretraining")
+"""Flags of models that are not decoder-only language models."""
 SCRIPT_ONLY = (
     *("--enable-mhc-connections", "--experimental-attention-variant", "--hybrid-layer-pattern"),
-    *("--hybrid-override-pattern", "--moe-latent-size", "--spec"),
+    *("--hybrid-override-pattern", "--moe-latent-size", "--spec", *OTHER_MODELS),
 )
 """Flags of layers that no formula knows, and that only the job's own script builds."""
 RING = "p2p"

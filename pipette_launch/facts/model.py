@@ -162,6 +162,8 @@ class ModelSpec:
 
     0 = all earlier tokens. The list is empty if no layer has a window.
     """
+    foreign: str = field(default="", metadata=ADDED_LATER)
+    """Name of the script's kind of model, such as `bert`, if no formula describes the model. Empty = decoder-only."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")

@@ -143,6 +143,7 @@ class Script:
             world_size=world_size,
             megatron_version=megatron.script_version(self._options.script, self._environ),
             device_kind=device_kind,
+            script=self._options.script,
             fix=self._options.fix,
             environment=self._environ,
             device_name=self.device_name,

@@ -146,6 +146,7 @@ def _picture(plan: Plan, measured: Measurements) -> Picture:
         world_size=plan.chosen.layout.world_size,
         megatron_version=version or megatron.version_or_newest(None, setting.script, os.environ)[0],
         device_kind=plan.device_kind,
+        script=setting.script,
         without_probes=True,
         for_planning=True,
         environment=os.environ,

@@ -20,6 +20,7 @@ EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 GROUP_SIZE = "microbatch_group_size_per_vp_stage"
 MOST_LAYERS = 1 << 14
 SHARDED_MUON = "dist_muon"
+STACKS = ("num_layers", "encoder_num_layers", "decoder_num_layers")
 DEGREES = {"tp": TP, "pp": PP, "cp": CP, "ep": EP, "etp": ETP}
 OPTIMIZER_FIELDS = (*OVERLAPS, "use_distributed_optimizer")
 RECOMPUTE_DESTS = (
@@ -72,14 +73,17 @@ def known_dest(arguments: Arguments, dest: str) -> str:
     return f"encoder_{dest}" if is_old else dest
 
 
-def num_layers_of(arguments: Arguments) -> int:
-    """Return the number of layers of the model.
+def stacks_of(arguments: Arguments) -> dict[str, int]:
+    """Return the number of layers of each stack, by the destination of its flag."""
+    given = [dest for dest in STACKS if arguments.get(dest) is not None] or STACKS[:1]
+    return {dest: arguments.size(dest) for dest in given}
 
-    Raise MegatronError above MOST_LAYERS, which would fill the host's memory.
-    """
+
+def num_layers_of(arguments: Arguments) -> int:
+    """Return the number of layers of the model. Raise MegatronError above MOST_LAYERS, which would fill the memory."""
     pattern = chunks.hybrid_pattern(arguments)
     # A hybrid model's pattern overrides `--num-layers`.
-    num_layers = len(pattern.layers) if pattern else arguments.size(known_dest(arguments, "num_layers"))
+    num_layers = len(pattern.layers) if pattern else sum(stacks_of(arguments).values())
     if num_layers > MOST_LAYERS:
         raise MegatronError(f"--num-layers {num_layers}: more than {MOST_LAYERS}, which no model has")
     return num_layers

@@ -39,12 +39,12 @@ VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC
 EXPANDABLE = "expandable_segments"
 
 
-def performance_flags(arguments: Arguments) -> tuple[str, ...]:
-    """Return the flags in `DESTS` and the flags that `unmodelled` finds, as sorted texts `--flag value`."""
+def performance_flags(arguments: Arguments, *, every: bool = False) -> tuple[str, ...]:
+    """Return the flags in `DESTS` and those that `unmodelled` finds, or every flag, as sorted texts `--flag value`."""
     last = {
         token.flag.dest: " ".join((*token.words[0].split("=", 1), *token.words[1:]))
         for token in arguments.tokens
-        if token.flag and (token.flag.dest in DESTS or token.flag.dest in unmodelled(arguments))
+        if token.flag and (every or token.flag.dest in DESTS or token.flag.dest in unmodelled(arguments))
     }
     return tuple(sorted(last.values()))
 
@@ -52,7 +52,8 @@ def performance_flags(arguments: Arguments) -> tuple[str, ...]:
 def unmodelled(arguments: Arguments) -> list[str]:
     """Return the destinations of given flags that select layers without a formula, such as layers of an own module."""
     dests = [option[2:].replace("-", "_") for option in SCRIPT_ONLY]
-    given = {dest: value for dest in dests if (value := arguments.get(dest)) not in (None, [], ["local"], False)}
+    values = {dest: arguments.get(dest) for dest in dests if arguments.is_given(dest)}
+    given = {dest: value for dest, value in values.items() if value not in (None, [], ["local"], False)}
     return [
         dest
         for dest, value in given.items()

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
-from pipette_launch.errors import OptionError
+from pipette_launch.errors import MegatronError, OptionError
 from pipette_launch.facts import Layout, files
 from pipette_launch.facts.layout import OVERLAPS
 from pipette_launch.megatron.chunks import hybrid_pattern
 from pipette_launch.megatron.flags import Arguments, release_of
-from pipette_launch.megatron.layout import OPTIMIZER_FIELDS
+from pipette_launch.megatron.layout import OPTIMIZER_FIELDS, PP
 from pipette_launch.megatron.performance import unmodelled
+from pipette_launch.megatron.script import Foreign
 from pipette_launch.text import did_you_mean
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout))
@@ -83,7 +84,9 @@ UNTIMED = _reasons("if measured")
 """Reasons why no warm-up can time a job, by destination of a flag. `pipette plan --gpu` plans such jobs."""
 
 
-def check_planned(arguments: Arguments, *, for_prediction: bool = False, without_probes: bool = False) -> None:
+def check_planned(
+    arguments: Arguments, foreign: Foreign, *, for_prediction: bool = False, without_probes: bool = False
+) -> None:
     """Raise MegatronError, with flag and reason, for a job that is not planned.
 
     The launcher then trains with the user's own configuration, as torchrun would, and shows the reason. With
@@ -103,6 +106,10 @@ def check_planned(arguments: Arguments, *, for_prediction: bool = False, without
     # The warm-up runs the script itself, so it can time layers for which no formula exists.
     for dest in () if needs_warm_up else unmodelled(arguments):
         raise arguments.refusal(UNMODELLED[dest], dest)
+    if foreign.name and not needs_warm_up:
+        raise MegatronError(f"no formula describes the {foreign.name} model of this script: the launcher measures it")
+    if foreign.name and not foreign.has_one_stack and arguments.size(PP) > 1:
+        raise arguments.refusal("pipeline stages of several stacks of layers are not modelled", PP)
     if hybrid_pattern(arguments):
         _check_hybrid(arguments)
 
@@ -150,6 +157,19 @@ def pins(arguments: Arguments, own: Layout, device_kind: str) -> Iterator[Pin]:
     for dest, (held, note) in HELD_BY.items():
         if arguments.get(dest):
             yield _pin(arguments, held, dest, note)
+
+
+def foreign_pins(foreign: Foreign) -> Iterator[Pin]:
+    """Yield the fields that stay for a model that no formula describes."""
+    if not foreign.name:
+        return
+    yield Pin((), f"the layers of this {foreign.name} model are measured; memory and exchanges are those of a GPT")
+    note = "micro-batches of this model may differ in predicted tokens, and cp may not split them: mbs and cp stay"
+    yield Pin(("cp", "micro_batch_size"), note)
+    if not foreign.has_one_stack:
+        held = ("chunks_after_mtp", "ep", "etp", "layers_per_chunk", "microbatch_group_size", "pp")
+        note = "no formula describes the exchanges of several stacks of layers: tp and pp stay"
+        yield Pin((*held, "sequence_parallel", "tp", "vpp"), note)
 
 
 def _pin(arguments: Arguments, held: tuple[str, ...], dest: str, note: str) -> Pin:

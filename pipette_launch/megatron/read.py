@@ -17,8 +17,9 @@ from pipette_launch.megatron.flags import Arguments, release_of
 from pipette_launch.megatron.layout import read_layout, read_stand_in
 from pipette_launch.megatron.model import check_required, read_model
 from pipette_launch.megatron.performance import allocator_config, performance_flags, unmodelled
-from pipette_launch.megatron.pins import check_planned, fixed_fields, pins
+from pipette_launch.megatron.pins import check_planned, fixed_fields, foreign_pins, pins
 from pipette_launch.megatron.rules.judge import check_flags, check_formats, check_own
+from pipette_launch.megatron.script import Foreign, foreign_model
 from pipette_launch.megatron.tokenizers import read_vocabulary
 
 
@@ -28,6 +29,7 @@ def read_job(
     world_size: int,
     megatron_version: str,
     device_kind: str,
+    script: str = "",
     fix: Sequence[str] = (),
     for_prediction: bool = False,
     without_probes: bool = False,
@@ -48,6 +50,7 @@ def read_job(
         world_size: ranks of the job.
         megatron_version: the release whose flags the script takes, such as `0.16.1`.
         device_kind: `cuda` or `cpu`.
+        script: path of the script, which may not exist. Its name and imports reveal models that are not decoder-only.
         fix: names from `--pipette-fix`. Raise OptionError for a name that is not a layout field.
         for_prediction: if true, accept jobs that cannot be planned if memory and time can be predicted.
         without_probes: if true, accept jobs that a warm-up cannot time, for plans without a warm-up.
@@ -60,9 +63,11 @@ def read_job(
     """
     fixed = fixed_fields(fix)
     given, checkpoint_note = with_checkpoint_arguments(Arguments.parse(arguments, megatron_version))
-    check_planned(given, for_prediction=for_prediction, without_probes=without_probes)
+    foreign = foreign_model(script, given)
+    check_planned(given, foreign, for_prediction=for_prediction, without_probes=without_probes)
     reader = _Reader(
         given=given,
+        foreign=foreign,
         checkpoint_note=checkpoint_note,
         world_size=world_size,
         fixed=fixed,
@@ -102,6 +107,7 @@ class _Reader:
     """The arguments of `read_job`, with the flags that `--use-checkpoint-args` reads from a checkpoint."""
 
     given: Arguments
+    foreign: Foreign
     checkpoint_note: str
     world_size: int
     fixed: tuple[str, ...]
@@ -121,6 +127,7 @@ class _Reader:
         needless = check_required(given, starts_nothing=starts_nothing, cause=self.checkpoint_note)
         vocabulary = read_vocabulary(given)
         model = read_model(given, vocabulary, device_kind=kind, environment=environment, capability=self.capability)
+        model = replace(model, foreign=self.foreign.name)
         found = self._flags_layout()
         if starts_nothing:
             # A launched script refuses unknown flags itself, and may accept more flags than NVIDIA's script.
@@ -146,6 +153,7 @@ class _Reader:
             pinned=tuple(sorted(own.pinned)),
             notes=tuple(dict.fromkeys(filter(None, notes))),
             **_training(given, batch, environment),
+            performance_flags=performance_flags(given, every=bool(self.foreign.name)),
         )
         if self.for_planning:
             return job
@@ -189,7 +197,7 @@ class _Reader:
         own = demanded.applied(found.layout)
         # Megatron ignores --sequence-parallel at TP 1, and the checkpoint may have another TP than the flags.
         own = replace(own, sequence_parallel=bool(given.get("sequence_parallel")) and own.tp > 1)
-        held = (*pins(given, own, self.device_kind), *demanded.pins)
+        held = (*pins(given, own, self.device_kind), *foreign_pins(self.foreign), *demanded.pins)
         pinned = {*self.fixed, *(name for pin in held for name in pin.fields)}
         # On CPU cp is always 1, so a substitute with another cp changes nothing.
         may_differ = {*demanded.own, *(("cp",) if self.device_kind == "cpu" else ())}
@@ -236,7 +244,6 @@ def _training(given: Arguments, batch: Batch, environment: Mapping[str, str]) ->
         "megatron_version": given.version,
         "grad_reduce_in_bf16": bool(given.get("grad_reduce_in_bf16")),
         "optimizer": given.get("optimizer"),
-        "performance_flags": performance_flags(given),
         "log_interval": given.size("log_interval"),
         "train_iters": int(iterations or 0) or -(-int(samples or 0) // batch.global_batch_size) or None,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -12,10 +13,14 @@ from typing import NamedTuple
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Job, Layout
 from pipette_launch.facts.accelerators import compute_capability
+from pipette_launch.facts.job import OTHER_MODELS
 from pipette_launch.megatron.chunks import PATTERN_DESTS, RATIO_DESTS, SPLIT_DESTS
 from pipette_launch.megatron.flags import Arguments, flag_table, newest_release
-from pipette_launch.megatron.layout import known_dest, write_arguments
+from pipette_launch.megatron.layout import known_dest, stacks_of, write_arguments
+from pipette_launch.megatron.tokenizers import NOT_GPT
 
+DESCRIBED, HELPERS = {"gpt", "hybrid", "mamba"}, {"backends", "common"}
+"""Packages below `megatron.core.models`: those whose models the formulas describe, and those without a model."""
 _BLACKWELL = 10
 """Compute capability from which on Megatron no longer demands CUDA_DEVICE_MAX_CONNECTIONS=1."""
 
@@ -59,6 +64,34 @@ def script_version(script: str, environ: Mapping[str, str]) -> str:
         f"no Megatron is beside {script}, on PYTHONPATH, or installed; install megatron-core or set PYTHONPATH to a "
         f"checkout of Megatron-LM"
     )
+
+
+class Foreign(NamedTuple):
+    """Model of a script that no formula describes."""
+
+    name: str
+    """Words such as `bert`; empty for a decoder-only model."""
+    has_one_stack: bool
+    """True if embedding, one stack of layers and head follow each other, as in a decoder-only model."""
+
+
+def foreign_model(script: str, arguments: Arguments) -> Foreign:
+    """Return whether a script builds a model that is not decoder-only.
+
+    The packages below `megatron.core.models` that the script imports decide. For a script that is not here, NVIDIA's
+    file names decide. Tokenizers and flags of other models count for every script. Megatron passes `add_encoder` to
+    scripts whose models have several stacks of layers.
+    """
+    path = Path(script)
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    found = set(re.findall(r"megatron\.core\.models\.(\w+)", text)) - HELPERS
+    if not text:
+        found = set(re.findall(r"^pretrain_(bert|t5|vlm|ict|vision)", path.name))
+    name = " and ".join(sorted(each.lower() for each in found)) if not found & DESCRIBED else ""
+    has_stacks = any(token.words[0].partition("=")[0] in OTHER_MODELS for token in arguments.tokens)
+    is_foreign = bool(name) or has_stacks or arguments.get("tokenizer_type") in NOT_GPT
+    has_one_stack = bool(name and text) and "add_encoder" not in text and not has_stacks
+    return Foreign(name or ("non-GPT" if is_foreign else ""), has_one_stack)
 
 
 def _checkout_version(folder: Path) -> str | None:
@@ -112,15 +145,13 @@ UNPLAYED = (
 )
 """Flags that a script does not get while it is measured, as regular expressions, besides `TAKEN_OUT`."""
 OF_MANY_LAYERS = (
-    *(r"use_\w*fsdp2?", "ckpt_format"),
-    "window_size",
-    "window_attn_skip_freq",
+    *(r"use_\w*fsdp2?", "ckpt_format", "window_size", "window_attn_skip_freq"),
     *SPLIT_DESTS,
     *PATTERN_DESTS,
     *RATIO_DESTS.values(),
 )
 """Flags that a script does not get while single layers are measured, as regular expressions."""
-DATA = (r"data_path|\w+_data_path|\w*data_args_path|data_cache_path",)
+DATA = (r"data_path|\w+_data_path|\w*data_args_path|data_cache_path|split",)
 FORCED_BALANCE = "--moe-router-force-load-balancing"
 """Flag by which Megatron's router chooses experts at random, because received tokens of a fake group are garbage."""
 PLAYED_STEPS = 10
@@ -181,7 +212,8 @@ def played_arguments(
     samples. `mocks_data` is true if the script takes data from Megatron-LM's trainer, which can generate data.
     """
     given = Arguments.parse(arguments, job.megatron_version)
-    dests = [token.dest for token in given.tokens if token.dest]
+    # Formats of FSDP's checkpoints are refused without FSDP.
+    dests = [each.dest for each in given.tokens if each.dest and (each.dest, each.value) != ("ckpt_format", "torch")]
     gone = "|".join(
         (TAKEN_OUT.pattern, *UNPLAYED, *(OF_MANY_LAYERS if single_layers else ()), *(DATA if mocks_data else ()))
     )
@@ -193,23 +225,32 @@ def played_arguments(
         if forces_balance(job):
             written = written.with_flag(FORCED_BALANCE)
     if single_layers:
-        model = job.model
-        if not model.hybrid or known_dest(written, "num_layers") in dests:
-            written = written.with_value(known_dest(written, "num_layers"), model.num_layers)
-        if model.hybrid:
-            depth = f"/{model.hybrid.mtp_pattern}" if model.mtp_num_layers else ""
-            dest = next(dest for dest in PATTERN_DESTS if written.option(dest) in written.table)
-            written = written.with_value(dest, model.hybrid.pattern + depth)
-        written = written.with_value("global_batch_size", job.batch.global_batch_size)
-        seq_length = known_dest(written, "seq_length")
-        if written.get(seq_length) != model.seq_length:
-            written = written.with_value(seq_length, model.seq_length)
-        if model.mtp_num_layers:
-            written = written.with_value("mtp_num_layers", model.mtp_num_layers)
-        if model.num_experts:
-            written = written.with_value("num_experts", model.num_experts)
-            # Megatron evaluates the pattern as Python.
-            written = written.with_value("moe_layer_freq", str(list(model.moe_layer_freq)).replace(" ", ""))
+        written = _with_single_layers(written, given, job)
     # No other rank sends data, so the memory for received data holds arbitrary values.
     written = written.with_flag("--no-check-for-nan-in-loss-and-grad")
     return write_arguments(written.words, job=job, layout=layout)
+
+
+def _with_single_layers(written: Arguments, given: Arguments, job: Job) -> Arguments:
+    """Let a script build as few layers as `job` has, with the user's ratio of stacks."""
+    model = job.model
+    if not model.hybrid or given.is_given(known_dest(written, "num_layers")):
+        stacks = stacks_of(given)
+        whole = math.gcd(*stacks.values())
+        for dest, size in stacks.items():
+            written = written.with_value(dest, size // whole * model.num_layers)
+    if model.hybrid:
+        depth = f"/{model.hybrid.mtp_pattern}" if model.mtp_num_layers else ""
+        dest = next(dest for dest in PATTERN_DESTS if written.option(dest) in written.table)
+        written = written.with_value(dest, model.hybrid.pattern + depth)
+    written = written.with_value("global_batch_size", job.batch.global_batch_size)
+    seq_length = known_dest(written, "seq_length")
+    if written.get(seq_length) != model.seq_length:
+        written = written.with_value(seq_length, model.seq_length)
+    if model.mtp_num_layers:
+        written = written.with_value("mtp_num_layers", model.mtp_num_layers)
+    if model.num_experts:
+        written = written.with_value("num_experts", model.num_experts)
+        # Megatron evaluates the pattern as Python.
+        written = written.with_value("moe_layer_freq", str(list(model.moe_layer_freq)).replace(" ", ""))
+    return written

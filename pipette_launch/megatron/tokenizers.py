@@ -155,11 +155,13 @@ def known_tokens(named: str) -> tuple[str, int] | None:
     return None
 
 
-GPT2_TOKENS, LLAMA_2_TOKENS = 50257, 32000
+GPT2_TOKENS, LLAMA_2_TOKENS, BERT_TOKENS = 50257, 32000, 30524
 TIKTOKEN_DEFAULT_TOKENS = 2**17
 SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 HUGGING_FACE = ("HuggingFaceTokenizer", "SFTTokenizer")
-NOT_GPT = ("BertWordPieceLowerCase", "BertWordPieceCase", "MultimodalTokenizer", "NullMultimodalTokenizer")
+WORD_PIECES = ("BertWordPieceLowerCase", "BertWordPieceCase")
+NOT_GPT = (*WORD_PIECES, "MultimodalTokenizer", "NullMultimodalTokenizer")
+"""Tokenizers of models that are not decoder-only language models."""
 
 
 class Vocabulary(NamedTuple):
@@ -189,7 +191,9 @@ def read_vocabulary(arguments: Arguments, environ: Mapping[str, str] = os.enviro
     if kind is None and arguments.get("vocab_file") is None and arguments.get("vocab_size") is not None:
         # The script has its own tokenizer, and only `--vocab-size` describes it.
         return Vocabulary(arguments.size("vocab_size"), divisible_by)
-    kind = kind or "GPT2BPETokenizer"  # default of NVIDIA's pretrain_gpt.py
+    if kind is None:
+        # Defaults of NVIDIA's pretrain_bert.py and pretrain_gpt.py.
+        kind = WORD_PIECES[0] if str(arguments.get("vocab_file")).endswith(".txt") else "GPT2BPETokenizer"
     size, note = _exact_count(arguments, kind, environ), ""
     if size is None:
         size, note = _assumed_count(arguments, kind, environ)
@@ -198,8 +202,6 @@ def read_vocabulary(arguments: Arguments, environ: Mapping[str, str] = os.enviro
 
 def _exact_count(arguments: Arguments, kind: str, environ: Mapping[str, str]) -> int | None:
     """Return the number of tokens that Megatron will count. Return None if flags and files do not give the number."""
-    if kind in NOT_GPT:
-        raise arguments.refusal("not a decoder-only language model; it is not planned", "tokenizer_type")
     given, path = arguments.get("vocab_size"), arguments.get("tokenizer_model")
     release = release_of(arguments.version)
     if kind == "NullTokenizer":
@@ -254,7 +256,12 @@ def _assumed_count(arguments: Arguments, kind: str, environ: Mapping[str, str]) 
             f"{known[0]}; --vocab-size N corrects it"
         )
         return known[1], note
-    usual = {"GPT2BPETokenizer": GPT2_TOKENS, "Llama2Tokenizer": LLAMA_2_TOKENS}.get(kind)
+    lines = Path(arguments.get("vocab_file") or "")
+    if kind in WORD_PIECES and lines.is_file():
+        # Megatron adds tokens for the beginning and the end of a text.
+        size = len(files.read_bytes(lines).splitlines()) + 2 + (arguments.get("vocab_extra_ids") or 0)
+        return size, f"assumed a vocabulary of {size} tokens for {kind}, from {lines}"
+    usual = {"GPT2BPETokenizer": GPT2_TOKENS, "Llama2Tokenizer": LLAMA_2_TOKENS, WORD_PIECES[0]: BERT_TOKENS}.get(kind)
     # Do not guess if the file exists but cannot be read.
     if usual and not (path and Path(path).exists()):
         return usual, f"assumed a vocabulary of {usual} tokens for {kind}; --vocab-size N corrects it"

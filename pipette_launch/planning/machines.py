@@ -101,6 +101,7 @@ class TargetMachines:
             world_size=self.world_size,
             megatron_version=version,
             device_kind=self.kind,
+            script=script,
             environment=environment,
             device_name=self.device_name,
             capability=self.capability,

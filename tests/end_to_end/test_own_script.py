@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ runpy.run_path({str(TRAINER)!r}, run_name="__main__")
 """
 TRAINING = (
     "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 "
-    "--global-batch-size 8 --train-iters 5 --log-interval 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
+    "--global-batch-size 8 --train-iters 5 --log-interval 1 --lr 1e-3 --tokenizer-type NullTokenizer "
     "--vocab-size 255 --split 90,5,5 --eval-iters 1 --eval-interval 100 --attention-dropout 0 --hidden-dropout 0 "
 )
 GPT = "pretrain_gpt.py --num-layers 4 --transformer-impl local"
@@ -43,6 +45,24 @@ from dataclasses import replace
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as spec
 stack = replace(spec, submodules=replace(spec.submodules, gdn_layer=spec.submodules.attention_layer))
 """
+DATA = (
+    "--tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt --vocab-extra-ids 10 "
+    "--data-cache-path index --legacy-tokenizer --transformer-impl local --micro-batch-size 2"
+)
+IMAGES = (
+    "--img-h 28 --img-w 28 --patch-dim 14 --dataloader-seq-length 32 --decoder-seq-length 128 --ckpt-format torch "
+    "--max-position-embeddings 128 --legacy-tokenizer --transformer-impl local"
+)
+WRITES_DATA = """
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(120))]
+open("vocab.txt", "w").write("\\n".join(names))
+data = IndexedDatasetBuilder("text.bin")
+for document in range(60):
+    data.add_document(torch.randint(5, len(names), (240,)), [20] * 12)
+data.finalize("text.idx")
+"""
 PARTS = {
     GPT: {"layer", "core_attention"},
     f"{GPT} --spec own_layers layer": {"layer", "core_attention"},
@@ -52,6 +72,11 @@ PARTS = {
     "pretrain_hybrid.py --spec own_stack stack --mamba-num-groups 1 --hybrid-layer-pattern G-+-": {
         *("delta_layer", "mlp_layer", "latent_layer", "core_attention")
     },
+    f"pretrain_bert.py {DATA} --num-layers 4 --spec local": {"layer", "core_attention"},
+    f"pretrain_t5.py {DATA} --encoder-num-layers 4 --decoder-num-layers 2 --decoder-seq-length 32": {
+        *("layer", "core_attention")
+    },
+    f"pretrain_vlm.py {IMAGES} --encoder-num-layers 2 --decoder-num-layers 4": {"layer", "core_attention"},
 }
 """Measured parts of jobs with NVIDIA's own scripts, beside embedding and head."""
 
@@ -85,16 +110,21 @@ def test_a_script_that_exits_is_measured_by_its_flags_and_trains(tmp_path: Path)
 
 
 @pytest.mark.skipif(not CHECKOUT, reason="needs a checkout of Megatron-LM, named by MEGATRON_LM_DIR")
-@pytest.mark.parametrize("job", PARTS)
+@pytest.mark.parametrize("job", PARTS, ids=[f"{number}-{job.split()[0]}" for number, job in enumerate(PARTS)])
 def test_nvidias_script_is_measured_and_learns_what_it_learns_under_torchrun(job: str, tmp_path: Path) -> None:
     """Its layers are timed by kind, and losses are the same to the last digit under the user's layout."""
-    script, *words = f"{job} {TRAINING}".split()
+    script, *words = job.split()
     if not (Path(CHECKOUT) / script).is_file():
         pytest.skip(f"this release has no {script}")
     (tmp_path / "own_layers.py").write_text(OWN_LAYER)
     (tmp_path / "own_stack.py").write_text(OWN_STACK)
     path = f"{ROOT}:{ROOT / 'patches'}:{tmp_path}"
-    program = (Path(CHECKOUT) / script, *words)
+    source = "--mock-data"
+    if DATA in job:
+        source = "--data-path=text"
+        env = {**os.environ, "PYTHONPATH": CHECKOUT, "PYTHONWARNINGS": "ignore"}
+        subprocess.run([sys.executable, "-c", WRITES_DATA], cwd=tmp_path, env=env, check=True, timeout=100)
+    program = (Path(CHECKOUT) / script, *TRAINING.split(), *words, source)
     patched = ("--standalone", "--nproc-per-node=2", "-m", "pipette_patches.run", "--patch", "cpu_backend", "--")
 
     stock = finish(start(tmp_path, (*patched, *program), launcher="torch.distributed.run", PYTHONPATH=path))

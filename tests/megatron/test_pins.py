@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from megatron_lines import TEXT, job
 
@@ -103,7 +105,6 @@ def test_cpu_pins_context_parallelism() -> None:
         "--inprocess-restart",
         "--non-persistent-ckpt-type local",
         "--dataloader-type external",
-        "--img-h 224",
     ],
 )
 def test_unplanned_jobs_are_refused(words: str) -> None:
@@ -131,6 +132,29 @@ def test_layers_that_no_formula_knows_are_measured(words: str) -> None:
     assert any(note.startswith(f"{words}: its layers are measured") for note in found.notes)
     with pytest.raises(MegatronError, match=flag):
         job(words, for_prediction=True)
+
+
+def test_another_model_is_measured(tmp_path: Path) -> None:
+    """Context parallelism and the micro-batch size stay, and a plan for described machines is refused."""
+    script = tmp_path / "mine.py"
+    script.write_text("from megatron.core.models.bert.bert_model import BertModel")
+
+    found = job(script=str(script))
+
+    assert ("bert", ("cp", "micro_batch_size")) == (found.model.foreign, found.pinned)
+    assert "--hidden-size 64" in found.performance_flags
+    assert any(note.startswith("the layers of this bert model are measured") for note in found.notes)
+    with pytest.raises(MegatronError, match="no formula describes the bert model"):
+        job(script=str(script), for_planning=True, without_probes=True)
+
+
+def test_several_stacks_of_layers_keep_their_stages() -> None:
+    """No formula describes the exchanges of several stacks, so degrees stay, and no stages are planned."""
+    words = "--decoder-num-layers 4 --decoder-seq-length 16"
+
+    assert {"tp", "pp", "vpp", "cp", "sequence_parallel"} < set(job(words, script="pretrain_t5.py").pinned)
+    with pytest.raises(MegatronError, match=r"^--pipeline-model-parallel-size 2: pipeline stages of several stacks"):
+        job(words, "--pipeline-model-parallel-size 2", script="pretrain_t5.py")
 
 
 def test_a_hybrid_model_is_measured() -> None:

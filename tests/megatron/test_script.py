@@ -20,8 +20,8 @@ from pipette_launch.megatron import (
     trial_arguments,
     version_or_newest,
 )
-from pipette_launch.megatron.flags import flag_table, releases
-from pipette_launch.megatron.script import ENDS, GROWING, REFUSED, TAKEN_OUT, WRITERS, played_arguments
+from pipette_launch.megatron.flags import Arguments, flag_table, releases
+from pipette_launch.megatron.script import ENDS, GROWING, REFUSED, TAKEN_OUT, WRITERS, foreign_model, played_arguments
 
 
 def checkout(folder: Path, version: str) -> Path:
@@ -247,3 +247,41 @@ def test_a_played_stage_keeps_shards_and_its_own_data() -> None:
     found = played_arguments(words, job=job, layout=job.own, mocks_data=False, single_layers=False)
 
     assert [*words[:-2], "--no-check-for-nan-in-loss-and-grad"] == list(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words", "expected"),
+    [
+        ("mine.py", "from megatron.core.models.bert.bert_model import BertModel", "", ("bert", True)),
+        ("mine.py", "import megatron.core.models.T5\ndef provider(add_encoder): ...", "", ("t5", False)),
+        ("mine.py", "from megatron.core.models.audio import Model", "", ("audio", True)),
+        ("pretrain_bert.py", "from megatron.core.models.gpt import GPTModel", "", ("", False)),
+        ("mine.py", "from megatron.core.models.common import Embedding", "", ("", False)),
+        ("pretrain_bert.py", None, "", ("bert", False)),
+        ("pretrain_gpt.py", None, "", ("", False)),
+        ("pretrain_gpt.py", None, "--decoder-seq-length=8", ("non-GPT", False)),
+        ("mine.py", "", "--tokenizer-type BertWordPieceCase", ("non-GPT", False)),
+    ],
+)
+def test_imports_name_and_flags_show_the_model(
+    tmp_path: Path, name: str, text: str | None, words: str, expected: tuple[str, bool]
+) -> None:
+    """The imports of a script decide; without the script its name decides, and some flags always count."""
+    if text is not None:
+        (tmp_path / name).write_text(text)
+
+    assert expected == foreign_model(str(tmp_path / name), Arguments.parse(words.split(), "0.16.1"))
+
+
+def test_a_played_script_keeps_the_proportion_of_its_stacks() -> None:
+    """All stacks count as layers of the model, and single layers keep the ratio of the numbers."""
+    sizes = "--encoder-num-layers 8 --decoder-num-layers 12 --encoder-seq-length 32 --decoder-seq-length 16".split()
+    words = [*sizes, *SMALL[2:6], *SMALL[8:], "--ckpt-format", "torch"]
+    job = read_job(words, world_size=2, megatron_version="0.16.1", device_kind="cpu", script="pretrain_t5.py")
+    small = replace(job, model=replace(job.model, num_layers=1))
+
+    found = played_arguments(words, job=small, layout=job.own, mocks_data=True, single_layers=True)
+
+    assert (20, 32, "t5") == (job.model.num_layers, job.model.seq_length, job.model.foreign)
+    assert "--encoder-num-layers 2 --decoder-num-layers 3".split() == list(found[:4])
+    assert "--ckpt-format" in found

@@ -30,6 +30,7 @@ def vocabulary(words: str, version: str = "0.16.1", **environ: str) -> Vocabular
         ("--tokenizer-type GPT2BPETokenizer --vocab-file /nowhere", "0.16.1", 50257, 128, False),
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model some/name --vocab-size 9", "0.16.1", 9, 128, False),
         ("--tokenizer-type Llama2Tokenizer --tokenizer-model /cluster/tokenizer.model", "0.16.1", 32000, 128, False),
+        ("--vocab-file /nowhere/vocab.txt", "0.16.1", 30524, 128, False),
     ],
 )
 def test_flags_are_enough(words: str, version: str, size: int, divisible_by: int, is_certain: bool) -> None:
@@ -43,7 +44,7 @@ def test_flags_are_enough(words: str, version: str, size: int, divisible_by: int
     "words",
     [
         "--tokenizer-type NullTokenizer",
-        "--tokenizer-type BertWordPieceCase --vocab-size 9",
+        "--tokenizer-type BertWordPieceCase",
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-model some/name",
         "--tokenizer-type SentencePieceTokenizer --tokenizer-model /nowhere/my.model",
         "--tokenizer-type SFTTokenizer --tokenizer-model /lustre/users/yi-chen/opt-out/phi-fit",
@@ -55,6 +56,13 @@ def test_unknown_vocabularies_are_refused(words: str) -> None:
     """The error names the tokenizer if there is no clue to its size."""
     with pytest.raises(MegatronError, match=r"Tokenizer|WordPiece"):
         vocabulary(words)
+
+
+def test_lines_of_a_word_piece_vocabulary_are_counted(tmp_path: Path) -> None:
+    """Megatron adds two tokens of its own and the extra tokens of a flag."""
+    tmp_path.joinpath("vocab.txt").write_text("[PAD]\n[CLS]\na\n")
+
+    assert 8 == vocabulary(f"--vocab-file {tmp_path}/vocab.txt --vocab-extra-ids 3").size
 
 
 def test_files_are_counted(tmp_path: Path) -> None:

@@ -27,6 +27,35 @@ torch.distributed.init_process_group("gloo")
 parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
 get_forward_backward_func()(model=[], forward_step_func=None, num_microbatches=1)
 """
+DATA = """
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+
+class Documents(MegatronDataset):
+    rank = None
+    def __init__(self, documents, path, indices, num_samples, split, config):
+        Documents.rank = torch.distributed.get_rank()
+        super().__init__(documents, path, indices, num_samples, split, config)
+    @staticmethod
+    def numel_low_level_dataset(documents):
+        return len(documents.document_indices) - 1
+    @staticmethod
+    def build_low_level_dataset(path, config):
+        return IndexedDataset(path)
+    def __len__(self):
+        return self.num_samples
+    def __getitem__(self, index):
+        return self.dataset[index]
+
+torch.distributed.init_process_group("gloo")
+config = BlendedMegatronDatasetConfig(random_seed=1, sequence_length=64, blend=None, split=None, tokenizer=None)
+training, *_ = BlendedMegatronDatasetBuilder(Documents, [1 << 40, 8, 8], lambda: True, config).build()
+torch.distributed.destroy_process_group()
+raise SystemExit([len(training), Documents.rank, len(training[0]), len(training.indices)])
+"""
 SCRIPTS = {
     "exits": "import sys; sys.exit(3)",
     "raises": "raise ValueError('no data here')",
@@ -38,6 +67,7 @@ SCRIPTS = {
     "writes": f"import sys\nopen(sys.argv[1], 'w').write('x')\n{TRAINS}",
     "makes a folder": f"import os, sys\nos.mkdir(sys.argv[1])\n{TRAINS}",
     "writes a temporary file": f"import tempfile\ntempfile.TemporaryFile().write(b'x')\n{TRAINS}",
+    "mocks a data set": DATA,
     "calls home": "import socket\nsocket.create_connection(('192.0.2.1', 80), timeout=5)",
 }
 

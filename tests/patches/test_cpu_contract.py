@@ -20,6 +20,10 @@ EXPECTED = {
     "megatron.core.tensor_parallel.random._get_cuda_rng_state": ["device", "clone", "graph_safe"],
     "megatron.core.tensor_parallel.random._set_cuda_rng_state": ["new_state", "device", "graph_safe"],
     "megatron.core.tensor_parallel.random.CheckpointWithoutOutput.__init__": ["self", "fp8"],
+    "megatron.core.models.bert.bert_layer_specs.get_bert_layer_with_transformer_engine_spec": [],
+    "megatron.core.models.vision.clip_vit_model.CLIPViTModel.__init__": [
+        "self", "transformer_config", "transformer_layer_spec", "ln_pre_impl", "ln_post_impl",
+    ],
     "megatron.core.transformer.moe.moe_utils.te_general_gemm": None,
     "megatron.core.transformer.multi_latent_attention.TELinear": None,
     "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__": [

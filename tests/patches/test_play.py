@@ -37,6 +37,7 @@ def test_groups_arguments_and_variables_are_as_before(found: dict[str, Any]) -> 
         ("writes", "PermissionError: FOLDER/target: the script is only measured, so it changes no file"),
         ("makes a folder", "PermissionError: FOLDER/target: the script is only measured, so it changes no file"),
         ("writes a temporary file", "trains"),
+        ("mocks a data set", "PlayError: the script exits with [1048576, 0, 8, 16] before its first training step"),
         (
             "calls home",
             "ConnectionRefusedError: 192.0.2.1: the script is only measured, so it reaches no other machine",

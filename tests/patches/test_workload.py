@@ -62,7 +62,7 @@ def test_full_recompute_is_megatrons(found: dict[str, Any]) -> None:
 
 
 def test_the_attention_core_is_the_layers_own(found: dict[str, Any]) -> None:
-    """With the layer's queries, keys and values the core gives the layer's output; it chains and has a backward."""
+    """Queries, keys, values and output have the layer's shapes; the core chains, with a backward."""
     assert [True, True, True] == found["core"]
 
 
@@ -161,3 +161,20 @@ def test_parts_of_fine_grained_models_weigh_what_is_predicted(found: dict[str, A
 def test_a_layer_runs_again_in_the_precision_of_the_job(found: dict[str, Any]) -> None:
     """Megatron's blocks switch FP8 on around their layers, so each of two layers that run alone enters FP8 again."""
     assert [[True, "the job's recipe"]] * 2 == found["low precision"]
+
+
+def test_the_parts_of_an_encoder_are_the_model(found: dict[str, Any]) -> None:
+    """Embedding, layer and head run one after the other give the outputs of Megatron's own forward."""
+    names, whole, parts, reached, _, _ = found["encoder"]
+
+    assert ["layer", "embedding", "head", "core_attention"] == names
+    assert pytest.approx(whole, rel=1e-5) == parts
+    assert reached
+
+
+def test_no_model_is_taken_for_another(found: dict[str, Any]) -> None:
+    """An encoder is refused if the flags were read as those of a decoder, and is never built from flags."""
+    *_, as_decoder, from_flags = found["encoder"]
+
+    assert "the script builds a BertModel, which its flags do not describe" == as_decoder
+    assert "only the job's own script builds these layers" == from_flags

@@ -210,8 +210,9 @@ class LayerBench(Bench):
             try:
                 self._build_and_run()
             except Exception as error:  # noqa: BLE001
-                # A script may raise an error of any type. A lack of memory is no fault of the script.
-                if not is_out_of_memory(error):
+                # A script may raise an error of any type. Models from flags help neither against a lack of memory nor
+                # if the script builds another model than the flags describe.
+                if not is_out_of_memory(error) and not isinstance(error, patches_workload.ForeignModelError):
                     reason = " ".join(str(error).split()) or type(error).__name__
                     self.notes.append(f"{self.PHASE}: layers were built from the job's flags, because {reason}")
                     self.script = None

@@ -182,7 +182,8 @@ def _turn(part: Part, lengths: Sequence[int], stopwatch: Stopwatch, *, again: bo
         part.freeze(True)
         frozen = run_part(part, part.forward, few, stopwatch)
         weight_s = min(max(whole.backward_s - frozen.backward_s, 0.0) / few, backward_s)
-    return Turn(slope(lengths, [run.forward_s for run in runs]), backward_s, weight_s, again_s)
+    forward_s = slope(lengths, [run.forward_s for run in runs])
+    return Turn(*(seconds / part.num_layers for seconds in (forward_s, backward_s, weight_s, again_s)))
 
 
 def run_part(part: Part, forward: Callable[[int], torch.Tensor], length: int, stopwatch: Stopwatch) -> Run:

@@ -142,7 +142,7 @@ def workload(
     """
     small, layout, notes = one_of_each(job, case, device_kind=device_kind)
     if program is None:
-        if job.model.hybrid or job.model.foreign or any(flag.startswith(SCRIPT_ONLY) for flag in job.performance_flags):
+        if needs_script(job):
             raise WorkloadError("only the job's own script builds these layers")
         small, changes, more = as_run_here(small, device_kind)
         notes += more
@@ -169,6 +169,12 @@ def workload(
     finally:
         seen.calls.clear()
         forget_dummy_gradients()
+
+
+def needs_script(job: Job) -> bool:
+    """Return whether only the job's own script can build the layers."""
+    is_other = bool(job.model.hybrid or job.model.foreign)
+    return is_other or any(flag.startswith(SCRIPT_ONLY) for flag in job.performance_flags)
 
 
 def one_of_each(job: Job, case: ComputeCase, *, device_kind: str) -> tuple[Job, Layout, tuple[str, ...]]:

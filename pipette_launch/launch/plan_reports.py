@@ -147,7 +147,7 @@ def _picture(plan: Plan, measured: Measurements) -> Picture:
         megatron_version=version or megatron.version_or_newest(None, setting.script, os.environ)[0],
         device_kind=plan.device_kind,
         script=setting.script,
-        without_probes=True,
+        without_probes=version is None,
         for_planning=True,
         environment=os.environ,
         device_name=setting.device_name,

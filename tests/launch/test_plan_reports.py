@@ -201,6 +201,17 @@ def test_files_give_the_whole_report(tmp_path: Path) -> None:
     assert "It ran" in page_of(made)
 
 
+def test_a_plan_for_layers_without_formulas_has_a_timeline(tmp_path: Path) -> None:
+    """The measurements of the plan price its steps, so a job that is planned only on measured machines is drawn too."""
+    path, found = kept(tmp_path), drawn()
+    assert found.plan.setting is not None
+    words = (*BEFORE, *JOB, "--spec", "my.layers", "layer")
+    files.write(path, replace(found.plan, setting=replace(found.plan.setting, arguments=words)))
+    files.write(tmp_path / "cluster.json", replace(found.measurements, versions={"megatron-core": "0.16.1"}))
+
+    assert "" == found_files(path, None).missing
+
+
 def test_what_files_lack_is_told(tmp_path: Path) -> None:
     """Refused flags cost the timeline, missing measurements also the links. Another plan's outcome is ignored."""
     path, found = kept(tmp_path), drawn()

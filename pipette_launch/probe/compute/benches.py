@@ -212,7 +212,8 @@ class LayerBench(Bench):
             except Exception as error:  # noqa: BLE001
                 # A script may raise an error of any type. Models from flags help neither against a lack of memory nor
                 # if the script builds another model than the flags describe.
-                if not is_out_of_memory(error) and not isinstance(error, patches_workload.ForeignModelError):
+                refused = isinstance(error, WorkloadError) and patches_workload.needs_script(self.options.job)
+                if not (refused or is_out_of_memory(error) or isinstance(error, patches_workload.ForeignModelError)):
                     reason = " ".join(str(error).split()) or type(error).__name__
                     self.notes.append(f"{self.PHASE}: layers were built from the job's flags, because {reason}")
                     self.script = None

@@ -126,6 +126,24 @@ def test_a_case_that_cannot_be_had_is_noted_and_passed_over(
     assert [True] == [line.startswith(note) for line in slot.notes]
 
 
+@pytest.mark.parametrize(
+    ("foreign", "expected"), [("bert", []), ("", ["built from the job's flags, because it fails"])]
+)
+def test_layers_that_flags_do_not_describe_are_not_built_from_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, foreign: str, expected: list[str]
+) -> None:
+    """If the script of such a job is refused, no note says that its layers were built from flags."""
+    failing_workload(WorkloadError("it fails"), 1, monkeypatch)
+    monkeypatch.setattr(benches, "optimizer_step", lambda *_: compute_nothing())
+    slot = bench(tmp_path)
+    job = replace(slot.options.job, model=replace(slot.options.job.model, foreign=foreign))
+    slot.options = replace(slot.options, job=job)
+    slot.script = SimpleNamespace(for_layers=None, notes=lambda _: [])  # type: ignore[assignment]
+    slot.first_lap()
+
+    assert expected == [note.partition("layers were ")[2] for note in slot.notes]
+
+
 def test_a_spent_budget_leaves_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of two cases does not begin."""
     failing_workload(RuntimeError(), 0, monkeypatch)

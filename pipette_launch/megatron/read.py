@@ -262,7 +262,7 @@ def _notes(given: Arguments, own: Layout, flags_layout: Layout, refusal: Megatro
         shown = given.shown("pipeline_model_parallel_layout")
         notes.append(f"{shown}: Megatron 0.14 always builds multi-token prediction (m) on the last stage")
     notes += [
-        f"{given.shown(dest)}: its layers are measured; memory and exchanges are predicted as without this flag"
+        f"{given.shown(dest)}: its layers are measured; memory and exchanges are predicted as for standard layers"
         for dest in unmodelled(given)
     ]
     newest = flags.known_release(given.version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 from argparse import Namespace
 from dataclasses import dataclass
@@ -164,10 +165,16 @@ def _seeded(spec: Any, seed: int) -> Any:
             super().__init__(**given)
 
     mlp = spec.submodules.mlp
-    experts = getattr(mlp.submodules, "experts", None)
-    if experts is not None and experts.module is SequentialMLP:
-        experts = dataclasses.replace(experts, module=_AllExpertsDrawn)
-        mlp = dataclasses.replace(mlp, submodules=dataclasses.replace(mlp.submodules, experts=experts))
+    # From megatron-core 0.18 on, MLPs and experts are partial functions instead of specs.
+    is_partial = isinstance(mlp, functools.partial)
+    parts = mlp.keywords["submodules"] if is_partial else mlp.submodules
+    experts = getattr(parts, "experts", None)
+    if is_partial and experts is not None and experts.func is SequentialMLP:
+        parts = dataclasses.replace(parts, experts=functools.partial(_AllExpertsDrawn, **experts.keywords))
+        mlp = functools.partial(mlp.func, **(mlp.keywords | {"submodules": parts}))
+    elif not is_partial and experts is not None and experts.module is SequentialMLP:
+        parts = dataclasses.replace(parts, experts=dataclasses.replace(experts, module=_AllExpertsDrawn))
+        mlp = dataclasses.replace(mlp, submodules=parts)
     return dataclasses.replace(spec, module=SeededLayer, submodules=dataclasses.replace(spec.submodules, mlp=mlp))
 
 

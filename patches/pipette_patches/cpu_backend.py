@@ -108,7 +108,11 @@ def _gloo(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mesh_of_cpus(original: Callable[..., Any]) -> Any:
     """Make a device mesh of CPUs for Megatron-FSDP, whose shards lie in CPU memory."""
-    return staticmethod(lambda group, device_type, **others: original(group, device_type and "cpu", **others))
+
+    def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return original(group, device_type.replace("cuda", "cpu"), *args, **kwargs)
+
+    return staticmethod(from_group)
 
 
 def _rng_state(*_args: object, **_kwargs: object) -> torch.Tensor:

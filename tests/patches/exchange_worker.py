@@ -77,11 +77,13 @@ def group_names() -> dict[str, str]:
     from megatron.core import parallel_state
 
     found: dict[str, str] = {}
-    for name, (function, arguments) in GROUPS.items():
+    # From 0.19 on, the norm of expert gradients uses a second group of the same ranks.
+    again = ("ep_etp_pp", (GROUPS["ep_etp_pp"][0], {"with_egtp_remat": True}))
+    for name, (function, arguments) in (*GROUPS.items(), again):
         try:
             group = getattr(parallel_state, function)(**arguments)
-        except AssertionError:
-            # This rank is not in such a group.
+        except (AssertionError, TypeError):
+            # This rank is not in such a group, or this release has no such group.
             continue
         found.setdefault(getattr(group, "group_name", ""), name)
     return found

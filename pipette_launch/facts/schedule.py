@@ -501,16 +501,12 @@ def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
 
 
 @lru_cache(maxsize=256)
-def eager_one_forward_one_backward(stages: int, microbatches: int, extra: int | None = None) -> Schedule:
+def eager_one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
     """Return eager 1F1B (arXiv 2211.05322): additional forwards before the first backward hide the transfers.
 
-    `extra` is the number of additional forwards, at most pp - r - 1 on rank r. With None, `extra` has its maximum: rank
-    r runs 2 (pp - r - 1) forwards ahead, and rank 0 has 2 pp - 1 micro-batches in flight.
+    Rank r runs 2 (pp - r - 1) forwards ahead, and rank 0 has 2 pp - 1 micro-batches in flight.
     """
-    if extra is not None and extra < 0:
-        raise LayoutError(f"eager 1F1B needs extra forwards >= 0, got {extra}")
-    most = stages if extra is None else extra
-    ranks = _whole_backwards([ahead + min(ahead, most) for ahead in reversed(range(stages))], microbatches)
+    ranks = _whole_backwards([2 * ahead for ahead in reversed(range(stages))], microbatches)
     return _schedule("eager-1f1b", ranks, microbatches)
 
 

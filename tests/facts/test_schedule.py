@@ -80,12 +80,6 @@ def test_groups_that_would_deadlock_are_refused(microbatches: int, group_size: i
         grouped_split(8, 2, microbatches, group_size)
 
 
-def test_eager_runs_no_fewer_ahead() -> None:
-    """A negative number of extra forwards is refused."""
-    with pytest.raises(LayoutError, match="-1"):
-        eager_one_forward_one_backward(2, 2, -1)
-
-
 def test_1f1b_with_fewer_microbatches_than_ranks() -> None:
     """The number of micro-batches limits the warm-up."""
     assert to_words(one_forward_one_backward(3, 1)) == [["0F0", "0B0"], ["1F0", "1B0"], ["2F0", "2B0"]]
@@ -176,7 +170,6 @@ def test_an_incomplete_schedule_is_refused(ranks: list[list[str]]) -> None:
         (gpipe(2, 5), [5, 5]),
         (interleaved(2, 2, 4, 2), [5, 3]),
         (eager_one_forward_one_backward(4, 16), [7, 5, 3, 1]),
-        (eager_one_forward_one_backward(4, 16, 1), [5, 4, 3, 1]),
         (interleaved_zero_bubble(4, 2, 16), [8, 8, 8, 8]),
         (grouped_split(4, 2, 16, 2), [6, 5, 4, 3]),
     ],

@@ -17,7 +17,7 @@ import torch
 
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job, Layout, ModelSpec
-from pipette_launch.megatron.performance import given_options
+from pipette_launch.megatron.performance import given_options, performance_options
 
 
 class NotModelledError(PipetteError):
@@ -53,11 +53,6 @@ _EXPERT_FLAGS_NOT_MODELLED = ("--moe-router-fusion", "--moe-use-legacy-grouped-g
 """Flags that change a few bytes of a rank, but are ignored with a note to the user."""
 
 
-def flags(job: Job) -> dict[str, str]:
-    """Return the job's performance flags by name, such as `{"--window-size": "128 0"}`."""
-    return dict(flag.partition(" ")[::2] for flag in job.performance_flags)
-
-
 def _given(job: Job, names: str) -> dict[str, Any]:
     """Return the values of the options in `names` that the job's flags set."""
     options = given_options(job)
@@ -73,8 +68,8 @@ def _converted_options(job: Job) -> dict[str, Any]:
             found[name] = options[name][0] if len(options[name]) == 1 else options[name]
     if "cp_comm_type" in options:
         found["cp_comm_type"] = options["cp_comm_type"][0]
-    if "--window-size" in flags(job):
-        found["window_size"] = tuple(map(int, re.findall(r"-?\d+", flags(job)["--window-size"])))
+    if "window_size" in options:
+        found["window_size"] = tuple(map(int, re.findall(r"-?\d+", options["window_size"])))
     if "moe_router_padding_for_fp8" in options:
         found["moe_router_padding_for_quantization"] = True
     return found
@@ -112,8 +107,8 @@ def _model_fields(model: ModelSpec, num_layers: int) -> dict[str, Any]:
 def _fuses_activation(job: Job) -> bool:
     """Return True if Megatron fuses the activation function with its gate or bias, as it does by default."""
     model = job.model
-    unfused = "--no-bias-swiglu-fusion" if model.gated_linear_unit else "--no-bias-gelu-fusion"
-    return unfused not in flags(job) and (model.gated_linear_unit or model.add_bias_linear)
+    fusion = "bias_swiglu_fusion" if model.gated_linear_unit else "bias_gelu_fusion"
+    return given_options(job).get(fusion, True) and (model.gated_linear_unit or model.add_bias_linear)
 
 
 def left_out(job: Job) -> str:
@@ -127,10 +122,11 @@ def differences(job: Job) -> tuple[str, ...]:
     found = [f"executed abstractly without {without}"] if without else []
     if job.model.num_experts:
         found.append("routing was taken as balanced: every expert gets as many tokens")
-        expert_flags = [flag for flag in _EXPERT_FLAGS_NOT_MODELLED if flag in flags(job)]
+        expert_flags = [flag for flag in _EXPERT_FLAGS_NOT_MODELLED if flag in job.performance_flags]
         if expert_flags:
             found.append(f"experts were executed without {', '.join(expert_flags)}")
-        if flags(job).get("--moe-token-dispatcher-type") == "flex":
+        dispatcher = performance_options(job).moe_token_dispatcher_type
+        if dispatcher == "flex":
             found.append("the flex dispatcher was executed as alltoall with fused permutation")
     return tuple(found)
 
@@ -148,7 +144,7 @@ def rank_config(job: Job, layout: Layout, *, chunks: tuple[int, ...], changes: M
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     model, interleaved = job.model, layout.vpp > 1
-    overlaps_p2p = interleaved and "--no-overlap-p2p-communication" not in flags(job)
+    overlaps_p2p = interleaved and performance_options(job).overlap_p2p_comm
     fields = {
         **_model_fields(model, sum(chunks)),
         "transformer_impl": model.transformer_impl,
@@ -168,7 +164,7 @@ def rank_config(job: Job, layout: Layout, *, chunks: tuple[int, ...], changes: M
         "bias_activation_fusion": _fuses_activation(job),
         "masked_softmax_fusion": True,
         "gradient_accumulation_fusion": True,
-        "persist_layer_norm": "--no-persist-layer-norm" not in flags(job),
+        "persist_layer_norm": "no_persist_layer_norm" not in given_options(job),
         "apply_rope_fusion": model.transformer_impl == "transformer_engine" and model.position_embedding_type == "rope",
         "attention_softmax_in_fp32": False,
         **_recompute(layout),
@@ -189,7 +185,7 @@ def _expert_fields(job: Job) -> dict[str, Any]:
     model = job.model
     if not model.num_experts:
         return {}
-    dispatcher = flags(job).get("--moe-token-dispatcher-type", "allgather")
+    dispatcher = performance_options(job).moe_token_dispatcher_type
     return {
         "moe_router_topk": model.moe_router_topk,
         "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
@@ -254,36 +250,26 @@ def optimizer_config(job: Job, layout: Layout) -> Any:
     )
 
 
-def optimizer_instances(job: Job) -> int:
-    """Return the number of copies of the distributed optimizer's shards."""
-    return int(flags(job).get("--num-distributed-optimizer-instances", 1))
-
-
-def is_sharded(job: Job) -> bool:
-    """Return whether Megatron-FSDP shards the job."""
-    return "--use-megatron-fsdp" in flags(job)
-
-
 def ddp_config(job: Job, layout: Layout, *, num_parameters: int) -> Any:
     """Make the DistributedDataParallelConfig of one rank, which sets the gradient buffers and their buckets."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    given = flags(job)
-    bucket_size = int(given.get("--ddp-bucket-size", 0)) or max(40_000_000, 1_000_000 * layout.dp * layout.cp)
-    if "--ddp-num-buckets" in given:
-        bucket_size = num_parameters // int(given["--ddp-num-buckets"])
+    given, options = given_options(job), performance_options(job)
+    bucket_size = given.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * layout.dp * layout.cp)
+    if "ddp_num_buckets" in given:
+        bucket_size = num_parameters // given["ddp_num_buckets"]
     fields = {
         # By default bf16 jobs keep gradients in fp32, and fp16 jobs do not.
         "grad_reduce_in_fp32": not job.grad_reduce_in_bf16
-        and (job.model.params_dtype == "bf16" or "--accumulate-allreduce-grads-in-fp32" in given),
+        and (job.model.params_dtype == "bf16" or options.accumulate_allreduce_grads_in_fp32),
         "overlap_grad_reduce": layout.overlap_grad_reduce,
         "overlap_param_gather": layout.overlap_param_gather,
         "use_distributed_optimizer": layout.use_distributed_optimizer,
-        "num_distributed_optimizer_instances": optimizer_instances(job),
+        "num_distributed_optimizer_instances": options.num_distributed_optimizer_instances,
         "bucket_size": bucket_size if layout.overlap_grad_reduce else None,
-        "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw" in given,
-        "average_in_collective": "--ddp-average-in-collective" in given,
-        "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation" in given,
+        "pad_buckets_for_high_nccl_busbw": options.ddp_pad_buckets_for_high_nccl_busbw,
+        "average_in_collective": "ddp_average_in_collective" in given,
+        "reduce_scatter_with_fp32_accumulation": "ddp_reduce_scatter_with_fp32_accumulation" in given,
         **_given(job, _SHARDING_OPTIONS),
     }
     return _build(DistributedDataParallelConfig, fields)

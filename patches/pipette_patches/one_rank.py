@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from pipette_launch.facts import Cell, Job, Layout
 from pipette_launch.facts.schedule import num_warmup, schedule_table
+from pipette_launch.megatron.performance import performance_options
 from pipette_patches import megatron_config
-from pipette_patches.megatron_config import flags
 from pipette_patches.play import Stop, played
 from pipette_patches.storage_meter import StorageMeter, Stretch, current, local, under
 
@@ -245,8 +245,9 @@ class Trainer:
             with self.meter.labelled("weights"):
                 chunks = [Float16Module(self.config, chunk) for chunk in chunks]
         ddp = megatron_config.ddp_config(self.job, self.layout, num_parameters=count)
-        no_buckets = "--overlap-param-gather-with-optimizer-step" in flags(self.job)
-        wrapper = FullyShardedDataParallel if megatron_config.is_sharded(self.job) else DistributedDataParallel
+        options = performance_options(self.job)
+        no_buckets = options.overlap_param_gather_with_optimizer_step
+        wrapper = FullyShardedDataParallel if options.use_megatron_fsdp else DistributedDataParallel
         with self.meter.labelled("gradients"):
             wrapped = [
                 wrapper(config=self.config, ddp_config=ddp, module=chunk, disable_bucketing=index > 0 or no_buckets)
@@ -306,7 +307,7 @@ class Trainer:
             "loss_mask": torch.ones(size, length, dtype=torch.float32, device="cuda"),
             "position_ids": torch.zeros(size, length, dtype=torch.int64, device="cuda"),
         }
-        if "--no-create-attention-mask-in-dataloader" not in flags(self.job):
+        if performance_options(self.job).create_attention_mask_in_dataloader:
             batch["attention_mask"] = torch.zeros(size, 1, length, length, dtype=torch.bool, device="cuda")
         if self.layout.cp == 1:
             return batch

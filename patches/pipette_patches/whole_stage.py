@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from pipette_launch.facts import Job, Layout
-from pipette_patches import megatron_config
+from pipette_launch.megatron.performance import performance_options
 from pipette_patches.one_rank import enough_microbatches, first_rank, inner_optimizers
 from pipette_patches.play import Play, Step, Stop, played
 from pipette_patches.replacements import Replacement, Replacements, instead, nothing, wrapping
@@ -80,7 +80,7 @@ def run_stage(
     steps = _Steps(
         layout=layout,
         num_microbatches=num_microbatches,
-        skips_first=program is None and device_kind == "cpu" and not megatron_config.is_sharded(real),
+        skips_first=program is None and device_kind == "cpu" and not performance_options(real).use_megatron_fsdp,
         on_cpu=device_kind == "cpu",
         timer=_Timer(stopwatch, num_microbatches) if stopwatch else None,
     )
@@ -97,7 +97,7 @@ def run_stage(
                 changes=changes,
                 meter=meter,
                 num_microbatches=num_microbatches,
-                num_optimizer_instances=megatron_config.optimizer_instances(real),
+                num_optimizer_instances=performance_options(real).num_distributed_optimizer_instances,
             )
 
     rank = first_rank(layout, pp_rank)

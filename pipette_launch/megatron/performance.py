@@ -82,7 +82,8 @@ def given_options(job: Job) -> dict[str, Any]:
 
 
 def _arguments(flags: tuple[str, ...], version: str) -> Arguments:
-    words = [word for flag in flags for word in flag.split()]
+    # With `=` a single value may begin with a minus, such as in `--window-size=-1,0`.
+    words = [word for flag in flags for word in (flag.replace(" ", "=") if flag.count(" ") == 1 else flag).split()]
     try:
         return Arguments.parse(words, version)
     except MegatronError:

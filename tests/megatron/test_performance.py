@@ -13,7 +13,7 @@ from pipette_launch.errors import MegatronError
 from pipette_launch.facts.job import PerformanceOptions, flag_of
 from pipette_launch.megatron import read_job
 from pipette_launch.megatron.flags import flag_table, releases
-from pipette_launch.megatron.performance import allocator_config, allocator_options, performance_options
+from pipette_launch.megatron.performance import allocator_config, allocator_options, given_options, performance_options
 
 NAMES = [option.name for option in fields(PerformanceOptions)]
 
@@ -40,13 +40,28 @@ def test_options_are_read_from_a_jobs_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "sharded"), [("0.16.1", "no_shard"), (f"{releases()[-1]}.0", "optim_grads_params")]
+    ("version", "defaults"),
+    [
+        ("0.16.1", PerformanceOptions()),
+        (
+            f"{releases()[-1]}.0",
+            PerformanceOptions(data_parallel_sharding_strategy="optim_grads_params", muon_tp_mode="duplicated"),
+        ),
+    ],
 )
-def test_defaults_are_megatrons(version: str, sharded: str) -> None:
-    """A job without performance flags has the default of each field, which equals Megatron's except in one case."""
-    assert performance_options(tiny_job(megatron_version=version)) == PerformanceOptions(
-        data_parallel_sharding_strategy=sharded
-    )
+def test_defaults_are_megatrons(version: str, defaults: PerformanceOptions) -> None:
+    """A job without performance flags has the defaults of its release."""
+    assert performance_options(tiny_job(megatron_version=version)) == defaults
+
+
+def test_a_value_with_a_minus_leaves_the_release_as_it_is() -> None:
+    """A value such as `-1,0` is read with `=`, because argparse takes a word that begins with a minus for a flag."""
+    flags = ("--data-parallel-sharding-strategy optim_grads", "--window-size -1,0")
+
+    assert given_options(tiny_job(megatron_version="0.18.0", performance_flags=flags)) == {
+        "data_parallel_sharding_strategy": "optim_grads",
+        "window_size": "-1,0",
+    }
 
 
 def test_a_list_may_have_been_one_value() -> None:

@@ -18,10 +18,10 @@ from dataclasses import replace
 
 from pipette_launch.facts import Job, Layout
 from pipette_launch.facts.messages import ExecutedMemory, ExecutedParts
+from pipette_launch.megatron.performance import performance_options
 from pipette_patches import megatron_config
 from pipette_patches.abstract import kernels, transformer_engine
 from pipette_patches.abstract.gpu_replacements import CORE, EXPERTS, OFFLOADING, TORCH, forget_offloaded
-from pipette_patches.megatron_config import flags
 from pipette_patches.one_rank import Size, Trace, Trainer, enough_microbatches, full_size, import_megatron, one_rank
 from pipette_patches.replacements import Replacements
 from pipette_patches.storage_meter import Stretch, metered
@@ -73,7 +73,8 @@ def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> 
             del trainer
         return trace
 
-    with one_rank(layout, pp_rank, num_optimizer_instances=megatron_config.optimizer_instances(job)):
+    instances = performance_options(job).num_distributed_optimizer_instances
+    with one_rank(layout, pp_rank, num_optimizer_instances=instances):
         trace = run(full_size(job, layout), True) if whole else scaled(job, layout, pp_rank, run)
     gc.collect()
     first_iteration = ("setup", "first", "first step")
@@ -95,7 +96,7 @@ def scaled(job: Job, layout: Layout, pp_rank: int, run: Run) -> Trace:
     """Return the trace of a rank at full size, computed from the smallest runs that give exact results."""
     full = full_size(job, layout)
     # With deferred weight gradients the output layer keeps tensors of every micro-batch, so no schedule repeats.
-    repeats = "--defer-embedding-wgrad-compute" not in flags(job)
+    repeats = not performance_options(job).defer_embedding_wgrad_compute
     enough = enough_microbatches(layout, pp_rank, full.num_microbatches) if repeats else full.num_microbatches
     size = replace(full, num_microbatches=enough)
     own = size.chunks[pp_rank :: layout.pp]
@@ -117,7 +118,7 @@ def layer_period(job: Job, layout: Layout) -> int:
     recompute = layout.recompute
     if recompute.granularity == "full":
         return recompute.num_layers if recompute.method == "uniform" else 1
-    if len(set(job.model.moe_layer_freq)) > 1 or "--window-attn-skip-freq" in flags(job):
+    if len(set(job.model.moe_layer_freq)) > 1:
         return 0
     return 1
 

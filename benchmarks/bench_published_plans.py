@@ -21,9 +21,9 @@ from benchmarks.rivals.pick import PlannerOptions, device_peak_bytes
 from benchmarks.telling import processor, shown
 from benchmarks.validation.latency import Machines
 from benchmarks.validation.nvidia import SHAPES, refusal, run_of
-from benchmarks.validation.nvidia_rows import COLUMNS, read_shapes
+from benchmarks.validation.nvidia_rows import read_rows, read_shapes
 from benchmarks.validation.options import DATA, DEFAULT_FILES
-from benchmarks.validation.tables import Row, read_table
+from benchmarks.validation.tables import Row
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.cost.memory.overhead import allowed_bytes
 from pipette_launch.cost.step.predictor import Predictor
@@ -41,7 +41,7 @@ def published() -> Iterator[tuple[str, Job, Machines]]:
     """The first row of each model and system that can be planned: its name, its job and its machines."""
     shapes = read_shapes(SHAPES)
     seen: set[str] = set()
-    rows: list[Row] = [row for path in FILES for row in read_table(path, COLUMNS).rows]
+    rows: list[Row] = [row for path in FILES for row in read_rows(path).rows]
     for row in rows:
         name = f"{row['model']}/{row['gpus']} {row['system']}/{row['precision']}"
         key = name.partition("/")[0] + row["system"]

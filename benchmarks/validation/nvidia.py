@@ -7,9 +7,9 @@ from pathlib import Path
 
 from benchmarks.validation.latency import Machines, StepTime, hosts_of
 from benchmarks.validation.lines import Found, Section, step_time_line
-from benchmarks.validation.nvidia_rows import COLUMNS, is_hybrid, job_flags, measured_s, read_shapes, version_of
+from benchmarks.validation.nvidia_rows import is_hybrid, job_flags, measured_s, read_rows, read_shapes, version_of
 from benchmarks.validation.shapes import job_of
-from benchmarks.validation.tables import Row, read_table
+from benchmarks.validation.tables import Row
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
 from pipette_launch.facts.accelerators import DeviceSpec
@@ -38,7 +38,7 @@ NOTES = (
 
 def section(path: Path, step_times: Mapping[str, StepTime]) -> Section:
     """Score step times of every row that can be priced; groups are dense, MoE, hybrid, each precision and system."""
-    table = read_table(path, COLUMNS)
+    table = read_rows(path)
     shapes = read_shapes(SHAPES)
     found = Found()
     for name, model in step_times.items():

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.validation.shapes import VERSION
-from benchmarks.validation.tables import Row, number, optional, read_table, size, text, whole, word
+from benchmarks.validation.tables import Row, Table, number, optional, read_table, size, text, whole, word
 
+COMPLETED = Path(__file__).parent.parent / "data" / "nvidia_completed.csv"
+_STATED_BY_RECIPES = ("dispatcher", "ep_overlap", "cuda_graphs", "recompute")
 COLUMNS = {
     **dict.fromkeys(("release", "phase", "model", "system", "precision"), word),
     **dict.fromkeys(("gpus", "gbs", "seq", "tp", "pp"), size),
     **dict.fromkeys(("mbs", "cp", "vp", "ep", "etp"), optional(size)),
     **dict.fromkeys(("fsdp", "mtp"), optional(whole)),
-    **dict.fromkeys(("dispatcher", "ep_overlap", "cuda_graphs", "recompute", "offload", "routing"), text),
+    **dict.fromkeys((*_STATED_BY_RECIPES, "offload", "routing", "pp_layout", "recipe", "note"), text),
     **dict.fromkeys(("step_time_s", "tokens_s_gpu"), optional(number)),
 }
+_COMPLETED_COLUMNS = {**dict.fromkeys(("release", "model", "system"), word), **dict.fromkeys(_STATED_BY_RECIPES, text)}
 _LATENT = ("q_lora", "kv_lora", "qk_nope", "qk_rope", "v_dim")
 SHAPE_COLUMNS = {
     **dict.fromkeys(("model", "kind", "act", "pos"), word),
@@ -65,8 +70,12 @@ DISPATCHERS = {
 _QK_LAYERNORM = ("Qwen3",)
 _LAYER_NORM = ("GPT3", "Nemotron-8B", "Nemotron-15B", "Nemotron-22B", "Nemotron-340B")
 _BIASES = ("GPT3", "GPT-OSS")
+_GROUPED_ROUTERS = {"DeepSeek-V3": (8, 4)}
+"""Groups of experts of a router, and the number of groups from which a token's experts come."""
 _NEMO = ("NeMo 24", "NeMo 25.02", "NeMo 25.04", "NeMo 25.07")
 """Releases before Megatron-Bridge, whose recipes fuse the cross-entropy by Transformer Engine."""
+_FROM_LIBRARY = re.compile("moonlight|_pretrain(_8k)?_config")
+"""Recipes of Megatron-Bridge's library, which leave the router unfused."""
 _OTHER_VOCABULARY = {"GPT-OSS-20B": 32000}
 """The card of this row names it."""
 
@@ -74,6 +83,22 @@ _OTHER_VOCABULARY = {"GPT-OSS-20B": 32000}
 def read_shapes(path: Path) -> dict[str, Row]:
     """Return the shape of every model, by name."""
     return {row["model"]: row for row in read_table(path, SHAPE_COLUMNS).rows}
+
+
+def read_rows(path: Path) -> Table:
+    """Read published rows. The recipe of the same release, model and system fills settings that a row leaves blank."""
+    table = read_table(path, COLUMNS)
+    known = {_key(row): row for row in read_table(COMPLETED, _COMPLETED_COLUMNS).rows}
+    rows = []
+    for row in table.rows:
+        recipe = known.get(_key(row), row)
+        filled = {name: row[name] or recipe[name] for name in _STATED_BY_RECIPES}
+        rows.append(replace(row, values={**row.values, **filled}))
+    return replace(table, rows=tuple(rows))
+
+
+def _key(row: Row) -> tuple[str, ...]:
+    return row["release"], row["model"], row["system"]
 
 
 def measured_s(row: Row) -> float | None:
@@ -112,8 +137,9 @@ def job_flags(row: Row, shape: Row) -> dict[str, Any]:
         flags["mtp-num-layers"] = row["mtp"] or False
         if is_hybrid(shape):
             flags["hybrid-layer-pattern"] = hybrid_pattern(shape, row["mtp"])
-    if shape["layers"] % (row["pp"] * (row["vp"] or 1)):
-        flags["pipeline-model-parallel-layout"] = pipeline_layout(shape, row["pp"] * (row["vp"] or 1))
+    if row["pp_layout"] or shape["layers"] % (row["pp"] * (row["vp"] or 1)):
+        stages = row["pp"] * (row["vp"] or 1)
+        flags["pipeline-model-parallel-layout"] = row["pp_layout"] or pipeline_layout(shape, stages)
     elif (row["vp"] or 1) > 1:
         flags["num-virtual-stages-per-pipeline-rank"] = row["vp"]
     if shape["experts"]:
@@ -125,9 +151,11 @@ def job_flags(row: Row, shape: Row) -> dict[str, Any]:
 
 
 def pipeline_layout(shape: Row, stages: int) -> str:
-    """Cut layers that no number of stages divides: the last stages, which hold the head, have one less."""
-    least, more = divmod(shape["layers"], stages)
-    cut = ["t" * (least + (stage < more)) for stage in range(stages)]
+    """Cut layers that no number of stages divides, as NVIDIA's recipes do: the last stage, with the head, has least."""
+    most = -(-shape["layers"] // stages)
+    last = shape["layers"] - (stages - 1) * most
+    cut = ["t" * most] * (stages - 1) + ["t" * max(last, 0)]
+    cut[0] = cut[0][: most + min(last, 0)]
     return "|".join(["E" + cut[0], *cut[1:-1], cut[-1] + "m" * (shape["mtp"] or 0) + "L"])
 
 
@@ -177,6 +205,9 @@ def model_flags(shape: Row) -> dict[str, Any]:
             "moe-layer-freq": f"([0]*{dense}+[1]*{shape['layers'] - dense})",
             "moe-latent-size": shape["moe_latent"] or False,
         }
+    if name in _GROUPED_ROUTERS:
+        groups, chosen = _GROUPED_ROUTERS[name]
+        flags |= {"moe-router-num-groups": groups, "moe-router-group-topk": chosen}
     if is_hybrid(shape):
         flags |= {f"mamba-{flag}": shape[column] for flag, column in MAMBA_FLAGS.items()}
         flags["hybrid-layer-pattern"] = hybrid_pattern(shape, shape["mtp"] or 0)
@@ -207,10 +238,11 @@ def _expert_flags(row: Row) -> Mapping[str, Any]:
         "use-precision-aware-optimizer": True,
         "exp-avg-dtype": "bf16",
         "exp-avg-sq-dtype": "bf16",
-        "moe-permute-fusion": True,
+        "moe-permute-fusion": "permute fusion off" not in row["note"],
+        "moe-router-fusion": not row["release"].startswith(_NEMO) and not _FROM_LIBRARY.search(row["recipe"]),
         **DISPATCHERS[row["dispatcher"] or "alltoall"],
         "overlap-moe-expert-parallel-comm": row["ep_overlap"] == "1",
-        "moe-router-force-load-balancing": row["routing"].startswith("force-balanced"),
+        "moe-router-force-load-balancing": row["routing"] != "natural",
     }
 
 

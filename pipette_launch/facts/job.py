@@ -166,7 +166,9 @@ class PerformanceOptions:
     moe_router_dtype: str | None = None
     moe_router_force_load_balancing: bool = False
     moe_router_fusion: bool = False
+    moe_router_group_topk: int | None = None
     moe_router_load_balancing_type: tuple[str, ...] = ("aux_loss",)
+    moe_router_num_groups: int | None = None
     moe_router_padding_for_fp8: bool = False
     moe_router_padding_for_quantization: bool = False
     moe_router_pre_softmax: bool = False

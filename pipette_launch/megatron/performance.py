@@ -26,7 +26,7 @@ _UNPRICED = (
     "check_for_nan_in_loss_and_grad ddp_average_in_collective ddp_bucket_size ddp_num_buckets "
     "ddp_reduce_scatter_with_fp32_accumulation delay_wgrad_compute deterministic_mode fp4_param "
     "high_priority_stream_groups main_grads_dtype mlp_chunks_for_training moe_apply_probs_on_input "
-    "moe_layer_recompute moe_router_enable_expert_bias moe_router_group_topk moe_router_num_groups "
+    "moe_layer_recompute moe_router_enable_expert_bias "
     "moe_router_topk_scaling_factor moe_token_drop_policy no_persist_layer_norm overlap_cpu_optimizer_d2h_h2d "
     "qk_layernorm reset_attention_mask reset_position_ids reuse_grad_buf_for_mxfp8_param_ag rope_type softmax_type "
     "symmetric_ar_type use_flash_attn use_ring_exchange_p2p window_size"

@@ -13,6 +13,8 @@ from benchmarks.validation.nvidia_rows import (
     job_flags,
     measured_s,
     model_flags,
+    pipeline_layout,
+    read_rows,
     read_shapes,
     version_of,
 )
@@ -111,6 +113,18 @@ def test_precision_becomes_flags(precision: str, flags: tuple[str, ...]) -> None
     assert flags == tuple(flag for flag in job(row).performance_flags if flag.startswith("--fp8"))
 
 
+def test_recipes_fill_blank_settings_only() -> None:
+    """The recipe of DeepSeek-V3 on H100 names dispatcher and recompute, which no row states; stated settings stay."""
+    before, after = ROWS, read_rows(PATH).rows
+    filled = [row for row, full in zip(before, after, strict=True) if row != full]
+    found = next(row for row in after if (row["model"], row["system"], row["gpus"]) == ("DeepSeek-V3", "H100", 1024))
+
+    assert ("deepep", "mla_up_proj+mlp") == (found["dispatcher"], found["recompute"])
+    assert filled
+    for row, full in zip(before, after, strict=True):
+        assert all(full[name] == cell for name, cell in row.values.items() if cell)
+
+
 def test_dispatcher_and_graphs_become_flags() -> None:
     """HybridEP is a backend of flex; a graph of the whole iteration is Megatron's own."""
     row = next(row for row in ROWS if row["cuda_graphs"] == "full_iteration" and row["dispatcher"] == "hybridep")
@@ -136,27 +150,28 @@ def test_the_sharding_group_becomes_flags() -> None:
 
 
 def test_layers_that_stages_do_not_divide_are_cut_by_hand() -> None:
-    """61 layers of Kimi-K2 on 16 stages: thirteen of four, and three of three."""
+    """61 layers of Kimi-K2 on 16 stages: fifteen of four, and one on the stage of the head; a row may state more."""
     found = job(next(row for row in ROWS if row["model"] == "Kimi-K2"))
 
     assert (4, 4) == (found.own.pp, found.own.vpp)
-    assert (4,) * 13 + (3,) * 3 == found.own.layers_per_chunk
+    assert (*(4,) * 15, 1) == found.own.layers_per_chunk
+    assert "E" + "t|" + "tt|" * 30 + "mL" == pipeline_layout(SHAPES["DeepSeek-V3"], 32)
 
 
 def test_every_row_is_scored_or_counted() -> None:
-    """187 of 236; the others with their reasons, and what a model refuses with its own."""
+    """212 of 279; the others with their reasons, and what a model refuses with its own."""
     found = nvidia.section(PATH, {"ours": one_second})
     lines = {line.group: (line.scored, line.skipped) for line in found.lines}
 
     assert {
-        "all": (187, 49),
+        "all": (212, 67),
         "dense": (58, 0),
-        "MoE": (100, 0),
+        "MoE": (125, 0),
         "hybrid": (29, 0),
         "dense, FP8-DS": (37, 0),
     }.items() <= lines.items()
     assert 15 == found.reasons["ours: packed sequences and adapters"]
-    assert 12 == found.reasons["ours: no tokens/s and no step time"]
+    assert 17 == found.reasons["ours: no tokens/s and no step time"]
 
     def refuses(_job: Job, machines: Machines) -> float:
         raise FactError("no experts; try another")

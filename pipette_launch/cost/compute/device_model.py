@@ -378,7 +378,8 @@ def _collective_times(
                 byte_s = steps * chunk_share(kind, size) * step_byte_s
                 if hosts > 1 and kind == "all_to_all":
                     worst_byte_s = float(byte_s_HH[:hosts, :hosts].max())
-                    byte_s = max((members - 1) * inside_byte_s, (size - members) * worst_byte_s) / size
+                    near = min(size, members * device.domain_hosts)
+                    byte_s = max((near - 1) * inside_byte_s, (size - near) * worst_byte_s) / size
                 yield CollectiveTime(
                     kind=kind,
                     slots=tuple(slots[:size]),

@@ -25,7 +25,7 @@ from pipette_launch.cost.layers.block import (
     matrix_input_bytes,
 )
 from pipette_launch.cost.layers.passes import Exchange, Group, Load, PassLoads, is_captured, matrix
-from pipette_launch.facts.job import ITERATION, Job
+from pipette_launch.facts.job import ITERATION, Job, PerformanceOptions
 from pipette_launch.facts.layout import Ints, Layout
 from pipette_launch.facts.model import ModelSpec
 from pipette_launch.megatron.performance import performance_options
@@ -35,19 +35,24 @@ _ROW_MAP_BYTES = 4
 _FP8_ROWS = 16
 """The number of rows of an FP8 matrix is a multiple of 16 (MO/../../fp8_utils.py, get_fp8_align_size)."""
 
-# GROUPED_RATE, ROUTED_KERNELS, BIASED_TOUCHES and IN_DOMAIN_SHARE were fitted together to 59 published layouts of MoE
-# models (docs/validation.md).
-GROUPED_RATE = 0.67
+# GROUPED_RATE, the numbers of kernels and BIASED_TOUCHES were fitted to published layouts (docs/validation.md).
+GROUPED_RATE = 0.725
 """Speed of products of many experts, each with its own tokens, relative to one product of all tokens."""
-ROUTED_KERNELS = 92.0
-"""Number of kernels of router and dispatcher in a forward; a backward launches 80 % as many. The router alone launches
-72 if nothing is fused (Megatron-LM's guide to DeepSeek-V3 on GB200)."""
-BIASED_TOUCHES = 18.0
+ROUTER_KERNELS, FUSED_ROUTER_KERNELS, FLEX_ROUTER_KERNELS = 62.0, 42.0, 23.0
+"""Number of kernels of a router's forward: unfused, with `--moe-router-fusion`, and with a `flex` dispatcher too, which
+prepares the dispatch in one kernel. Backwards launch 80 % as many. In Megatron-LM's guide to DeepSeek-V3 on GB200 the
+router of DeepSeek-V3 launches 72, 31 and 17 kernels."""
+EXPERT_KERNELS = 49.5
+"""Number of kernels of dispatcher and experts in a forward; a backward launches 80 % as many."""
+GROUPED_KERNELS = 0.1
+"""Host time to launch the product of one more expert, or its cast to FP8, relative to the host time of a kernel."""
+BIASED_TOUCHES = 15.3
 """Number of times that experts with biases read or write the outputs of their two matrices in a forward. A backward
 reads or writes these outputs 1.5 times as often. Separate kernels apply the biases, limits, gates and probabilities of
 such experts."""
-IN_DOMAIN_SHARE = 0.42
-"""Share of the fastest links' bandwidth that `flex` dispatchers reach inside a domain of such links."""
+IN_DOMAIN_SHARE = 0.65
+"""Share of the fastest links' bandwidth that `flex` dispatchers reach inside a domain of such links. HybridEP's own
+benchmark receives 450 to 570 GB/s on 8 to 36 GB200, in dispatch and combination of rows in bf16."""
 OVERLAP_COSTS = 0.15
 """Share of a hidden exchange that still costs time, because the exchange's kernels take 20 of 132 multiprocessors from
 products that run at the same time (`--moe-deepep-num-sms`)."""
@@ -358,14 +363,18 @@ class Experts(_FeedForward):
         moved = _touches(job) * model.moe_router_topk * local * model.hidden_size * model.dtype_bytes
         is_biased = model.add_bias_linear and not is_captured(options, ITERATION)
         biased = is_biased * BIASED_TOUCHES * routed * (self.gates * width + model.hidden_size) * model.dtype_bytes
+        each = GROUPED_KERNELS * mine * (4 if options.fp8 or options.fp4 else 2)
         loads += PassLoads(
-            forward=Load(moved_bytes=moved + biased, kernels=ROUTED_KERNELS),
-            input_grad=Load(moved_bytes=moved + 1.5 * biased, kernels=0.8 * ROUTED_KERNELS),
+            forward=Load(moved_bytes=moved + biased, kernels=EXPERT_KERNELS + each),
+            input_grad=Load(moved_bytes=moved + 1.5 * biased, kernels=0.8 * EXPERT_KERNELS + 1.5 * each),
         )
+        # A graph of scope `moe_router` launches the router, the preparation of the dispatch, and the shared expert.
+        fused = FLEX_ROUTER_KERNELS if _dispatcher(job) == "flex" else FUSED_ROUTER_KERNELS
+        router = fused if options.moe_router_fusion else ROUTER_KERNELS
+        captured = PassLoads(forward=Load(kernels=router), input_grad=Load(kernels=0.8 * router))
         if self.shared_width:
-            loads += self.mlp_loads(self.shared_width)
-        # A graph of scope `moe_router` launches about half of the kernels: router and preparation of the dispatch.
-        return loads.without_launches(0.5 if is_captured(options, "moe_router") else 0.0)
+            captured += self.mlp_loads(self.shared_width)
+        return loads + captured.without_launches(float(is_captured(options, "moe_router")))
 
     def module_flops(self) -> dict[str, float]:
         """Return the FLOPs per token of all experts of a token, and of the shared expert alone."""
@@ -391,7 +400,7 @@ class Experts(_FeedForward):
         group: Group = "ep_etp"
         members, twice_S = layout.etp * layout.ep, once_S + again_S
         if dispatcher != "allgather":
-            sent = size * (copies_of_a_token(topk, layout.ep, domain) if dispatcher == "flex" else topk)
+            sent = size * (self._copies_of_a_token(performance_options(job), domain) if dispatcher == "flex" else topk)
             times = (2 * once_S, 2 * twice_S)
             if layout.ep > 1 and performance_options(job).overlap_moe_expert_parallel_comm:
                 yield Exchange.of("all_to_all", "ep", sent * OVERLAP_COSTS, *times)
@@ -402,6 +411,20 @@ class Experts(_FeedForward):
         if members > 1:
             yield Exchange.of("all_gather", group, size * members, once_S, twice_S)
             yield Exchange.of("reduce_scatter", group, size * members, once_S, twice_S)
+
+    def _copies_of_a_token(self, options: PerformanceOptions, domain: int) -> float:
+        """Return the mean number of ranks, or of NVLink domains if ep spans several, that have a token's experts.
+
+        A router with groups of experts takes the experts of a token from `moe_router_group_topk` groups. Inside a
+        domain of fast links, dispatchers reach only IN_DOMAIN_SHARE of the bandwidth, so the mean number of ranks is
+        divided by this share.
+        """
+        ep, topk, groups = self.layout.ep, self.model.moe_router_topk, options.moe_router_num_groups
+        places = float(ep if ep <= domain else -(-ep // domain))
+        if groups and options.moe_router_group_topk and places >= groups:
+            places *= options.moe_router_group_topk / groups
+        hit = places * (1 - (1 - 1 / places) ** topk)
+        return hit / IN_DOMAIN_SHARE if ep <= domain else hit
 
 
 def _dispatcher(job: Job) -> str:
@@ -422,14 +445,3 @@ def _touches(job: Job) -> float:
     if _dispatcher(job) != "flex":
         return 8.0
     return 2.0 if is_captured(performance_options(job), ITERATION) else 6.0
-
-
-def copies_of_a_token(topk: int, ep: int, domain: int) -> float:
-    """Return the mean number of ranks, or of NVLink domains if ep spans several, that have some of a token's experts.
-
-    Inside a domain of fast links, dispatchers reach only IN_DOMAIN_SHARE of the bandwidth, so the mean number of ranks
-    is divided by this share.
-    """
-    places = ep if ep <= domain else -(-ep // domain)
-    hit = places * (1 - (1 - 1 / places) ** topk)
-    return hit / IN_DOMAIN_SHARE if ep <= domain else hit

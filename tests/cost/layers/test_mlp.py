@@ -1,7 +1,6 @@
 """An MoE layer by hand: 32 tokens, h 64, four experts of width 96, the best two of each token, bf16."""
 
-from dataclasses import replace
-
+import numpy as np
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 from hypothesis import given
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipette_launch.cost.layers.block import Sizes
 from pipette_launch.cost.layers.kinds import kind_loads
-from pipette_launch.cost.layers.mlp import BIASED_TOUCHES, ROUTED_KERNELS, ExpertActivations, Experts
+from pipette_launch.cost.layers.mlp import BIASED_TOUCHES, ROUTER_KERNELS, ExpertActivations, Experts
 from pipette_launch.cost.layers.passes import PassLoads
 from pipette_launch.facts import Job, Layout
 
@@ -275,7 +274,7 @@ def test_biases_of_experts_are_kernels_of_their_own() -> None:
 
 
 def test_graphs_take_launches_off() -> None:
-    """A graph launches attention, half of the routing, or all kernels; the products do not change."""
+    """A graph launches attention, the router, or all kernels; the products do not change."""
     graph = ("--cuda-graph-impl transformer_engine",)
     none, router, attention = (
         kind_loads(moe_job(*flags), Layout(), "moe_layer")
@@ -283,7 +282,30 @@ def test_graphs_take_launches_off() -> None:
     )
     whole = kind_loads(moe_job("--cuda-graph-impl local", "--cuda-graph-scope full_iteration"), Layout(), "moe_layer")
 
-    assert kernels(none) > kernels(router) > kernels(none) - 2 * ROUTED_KERNELS
+    assert kernels(none) - 1.8 * ROUTER_KERNELS == pytest.approx(kernels(router))
     assert kernels(none) > kernels(attention) > 0
     assert 0 == kernels(whole)
     assert none.forward.products == whole.forward.products
+
+
+def test_fused_routers_launch_fewer_kernels() -> None:
+    """A fused router launches fewer kernels, and fewer still with a flex dispatcher."""
+    alltoall, flex = "--moe-token-dispatcher-type alltoall", "--moe-token-dispatcher-type flex"
+    unfused, fused, prepared = (
+        kernels(Experts(moe_job(*flags).model, Layout()).loads(moe_job(*flags)))
+        for flags in ((flex,), (alltoall, "--moe-router-fusion"), (flex, "--moe-router-fusion"))
+    )
+
+    assert unfused > fused > prepared
+
+
+def test_groups_of_experts_limit_the_domains_of_a_token() -> None:
+    """A router that takes a token's experts from 1 of 2 groups sends each token to 1 of 2 domains."""
+    flags = ("--moe-token-dispatcher-type flex", "--moe-router-num-groups 2", "--moe-router-group-topk 1")
+    once_S = np.ones(1, dtype=np.int64)
+    free, grouped = (
+        next(Experts(job.model, Layout(dp=4, ep=4)).exchanges(job, once_S, 0 * once_S, 2))
+        for job in (moe_job(flags[0]), moe_job(*flags))
+    )
+
+    assert 1.5 == free.size_bytes / grouped.size_bytes

@@ -12,6 +12,7 @@ from benchmarks.validation import (
     golden,
     korthikanti,
     latency,
+    left_out,
     logs,
     nanotron,
     nvidia,
@@ -35,6 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Score, print, write; an exit code above 0 and a line on stderr where a file or a flag is bad."""
     try:
         options = parse(argv)
+        if options.leave_model_out:
+            found = left_out.left_out(left_out.read_runs(options.files["nvidia"]))
+            print(*conditions(options.date).values(), left_out.table(found), sep="\n")
+            if options.record:
+                left_out.record(found)
+            return 0
         if options.record:
             lines = (*ratchet.fast_lines(), *ratchet.abstract_lines(options.cache))
             print(f"recorded {ratchet.write(ratchet.RECORD, lines, conditions(options.date))} lines: {ratchet.RECORD}")

@@ -65,6 +65,11 @@ def _mixes_layers(shape: Row | None) -> bool:
     return shape is not None and bool(shape["layer_pattern"]) and not is_hybrid(shape)
 
 
+def kind_of(shape: Row) -> str:
+    """Return the kind of a model: dense, experts or hybrid."""
+    return "hybrid" if is_hybrid(shape) else "experts" if shape["experts"] else "dense"
+
+
 def _scored(rows: Sequence[Row], shapes: Mapping[str, Row], name: str, model: StepTime) -> Found:
     groups: dict[str, list[tuple[float, float]]] = {}
     details, skipped = [], []
@@ -77,8 +82,7 @@ def _scored(rows: Sequence[Row], shapes: Mapping[str, Row], name: str, model: St
         if refused or measured is None:
             skipped.append((f"{name}: {refused}", f"line {row.line}, {row['model']} on {row['system']}"))
             continue
-        shape = shapes[row["model"]]
-        kind = "hybrid" if is_hybrid(shape) else "MoE" if shape["experts"] else "dense"
+        kind = kind_of(shapes[row["model"]]).replace("experts", "MoE")
         for group in ("all", kind, f"{kind}, {row['precision']}", f"{kind}, {row['system']}"):
             groups.setdefault(group, []).append((seconds, measured))
         tokens = row["gbs"] * row["seq"] / row["gpus"]

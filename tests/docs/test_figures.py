@@ -16,9 +16,7 @@ LINES = {
         "Megatron README | fastest micro-batch | pipette | step time"
     ),
     "step time, NVIDIA's recipes, dense models": "NVIDIA | dense | pipette | step time",
-    "step time, NVIDIA's recipes, experts (four constants fitted to these models)": (
-        "NVIDIA | MoE | pipette | step time"
-    ),
+    "step time, NVIDIA's recipes, experts (constants fitted to these models)": "NVIDIA | MoE | pipette | step time",
     "step time, NVIDIA's recipes, hybrid models (Mamba)": "NVIDIA | hybrid | pipette | step time",
     "step time, vTrain, fitted to a tenth of its rows": "vTrain | all | pipette, fitted to drawn rows | step time",
     "step time, vTrain, nothing fitted": "vTrain | all | pipette, built-in figures | step time",

@@ -33,6 +33,7 @@ from pipette_launch.errors import FactError
 from pipette_launch.facts.accelerators import DeviceSpec
 from pipette_launch.facts.cluster import Cluster, Device, Host, Links
 from pipette_launch.facts.fabric import UNIFORM, FabricSpec
+from pipette_launch.facts.files import table
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import CollectiveTime, ComputeCase, ComputeTime, Measurements, Part, Samples
@@ -54,6 +55,10 @@ _GRADIENT_PASSES = 4
 """Number of times that a step reads or writes each byte of the gradient buffers, which every rank holds whole. Each
 step clears the gradient buffers (megatron-core, DistributedDataParallel.zero_grad_buffer), reads them to find NaN, and
 divides them by the number of replicas (ParamAndGradBuffer, start_grad_sync; not with one replica)."""
+_PUBLISHED_ERRORS = {row["kind"]: row for row in table("pipette_launch.facts", "published_errors")}
+"""Errors of predicted steps of published runs, with constants that were fitted to the rows of other models, by kind of
+model (`python -m benchmarks.validation --leave-model-out --record`)."""
+_KINDS = {"dense": "dense models", "experts": "models with experts", "hybrid": "hybrid models"}
 _COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all")
 
 
@@ -219,6 +224,17 @@ def modelled_compute(job: Job, device: DeviceSpec, layouts: Iterable[Layout]) ->
     return tuple(found)
 
 
+def published_error(job: Job) -> str:
+    """Return a sentence about the error of predictions for published runs of this kind of model."""
+    kind = "hybrid" if job.model.hybrid else "experts" if job.model.num_experts else "dense"
+    row = _PUBLISHED_ERRORS[kind]
+    mean, worst = (f"{float(row[name]):.0%}" for name in ("mean_error", "worst_error"))
+    return (
+        f"Steps of {row['models']} published {_KINDS[kind]} ({row['rows']} runs) were predicted {mean} off in the mean "
+        f"and {worst} off for the worst model, {row['worst_model']}. Fitted constants had not seen the predicted model."
+    )
+
+
 def assumptions(
     job: Job, device: DeviceSpec, fabric: FabricSpec = UNIFORM, num_hosts: int | None = None
 ) -> tuple[str, ...]:
@@ -228,6 +244,7 @@ def assumptions(
     memory = rate_text(device.memory_bytes_per_s)
     sentences = [
         f"Nothing was measured: times come from a model of {device.name}. {device.source}",
+        published_error(job),
         f"Matrix products reach {efficiency.matmul_share:.0%} of {peak}, half if a side is {efficiency.half_size:g}.",
     ]
     if precision.narrow:

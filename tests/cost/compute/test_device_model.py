@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from facts_for_tests import tiny_job, tiny_model
+from facts_for_tests import fine_grained_model, tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +19,7 @@ from pipette_launch.cost.compute.device_model import (
     modelled_compute,
     optimizer_s_per_parameter,
     pass_s,
+    published_error,
 )
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers.attention import Attention
@@ -31,10 +32,11 @@ from pipette_launch.errors import FactError
 from pipette_launch.facts import Batch, HybridLayers, Job, Layout, Recompute
 from pipette_launch.facts.accelerators import DeviceSpec, Efficiency, Link
 from pipette_launch.facts.fabric import UNIFORM, FabricSpec, Tier
+from pipette_launch.facts.files import table
 from pipette_launch.facts.known_devices import capability_of_cluster, known_devices, spec_of_cluster
 from pipette_launch.facts.layout import LayoutColumns
 from pipette_launch.facts.measurements import Measurements, without_hosts
-from pipette_launch.facts.model import LatentAttention
+from pipette_launch.facts.model import LatentAttention, ModelSpec
 
 LINK = Link(latency_s=1e-6, bytes_per_s=100e9)
 DEVICE = DeviceSpec(
@@ -481,3 +483,17 @@ def test_an_imagined_cluster_knows_its_device() -> None:
         assert odd == spec_of_cluster(cluster)
         assert 3 == capability_of_cluster(cluster)
         assert isinstance(hash(cluster), int)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "model"),
+    [("dense", "dense models", tiny_model()), ("experts", "models with experts", fine_grained_model())],
+)
+def test_predictions_say_how_far_off_published_runs_were(kind: str, words: str, model: ModelSpec) -> None:
+    """The note has the mean error and the worst model of the same kind of models, from the recorded file."""
+    row = next(row for row in table("pipette_launch.facts", "published_errors") if row["kind"] == kind)
+    found = published_error(tiny_job(model=model))
+
+    assert f"{float(row['mean_error']):.0%} off in the mean" in found
+    assert words in found
+    assert row["worst_model"] in found

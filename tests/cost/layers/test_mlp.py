@@ -1,5 +1,7 @@
 """An MoE layer by hand: 32 tokens, h 64, four experts of width 96, the best two of each token, bf16."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from facts_for_tests import tiny_job, tiny_model

@@ -175,6 +175,8 @@ def rank_config(job: Job, layout: Layout, *, chunks: tuple[int, ...], changes: M
         **({"mtp_num_layers": model.mtp_num_layers, "mtp_loss_scaling_factor": 0.1} if model.mtp_num_layers else {}),
         **(changes or {}),
     }
+    if model.attention_windows:
+        fields["window_attn_skip_freq"] = model.has_window
     if model.num_experts:
         # A run with fewer layers takes the first entries of `moe_layer_freq`, because the kinds of layers repeat.
         fields["moe_layer_freq"] = list(model.moe_layer_freq[: sum(chunks)])

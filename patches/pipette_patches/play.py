@@ -28,6 +28,7 @@ import torch.distributed as dist
 from pipette_launch.errors import PipetteError
 from pipette_patches.replacements import Replacements, in_module, wrapping
 from pipette_patches.run import Program, load
+from pipette_patches.without_cuda import no_coalescing
 
 
 class PlayError(PipetteError):
@@ -113,6 +114,11 @@ def _door(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return step
 
 
+def _while_playing(answer: Callable[[], object]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replace a function by `answer` while a program is played."""
+    return wrapping(lambda original, *args, **kwargs: answer() if _playing else original(*args, **kwargs))
+
+
 @wrapping
 def _seen_optimizer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     optimizer = original(*args, **kwargs)
@@ -128,6 +134,9 @@ def _trains(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if _playing:
         sys.modules["megatron.training.global_vars"].get_args().do_train = True
     return iterators
+
+
+_BUFFER, _FSDP = "param_and_grad_buffer", "megatron.core.distributed.fsdp.src.megatron_fsdp"
 
 
 @wrapping
@@ -164,6 +173,10 @@ def open_door() -> None:
     Replacements(
         (
             *in_module("torch.distributed", {"init_process_group": _fake_group, "new_group": _own_groups}),
+            # A script may choose a device by the rank that it plays. A fake group has no coalesced collectives.
+            *in_module("torch.cuda", {"set_device": _while_playing(bool)}),
+            *in_module(f"megatron.core.distributed.{_BUFFER}", {"_coalescing_manager": _while_playing(no_coalescing)}),
+            *in_module(f"{_FSDP}.{_BUFFER}", {"_coalescing_manager": _while_playing(no_coalescing)}),
             *in_module("megatron.core.optimizer", {"get_megatron_optimizer": _seen_optimizer}),
             *in_module(
                 "megatron.core.datasets.blended_megatron_dataset_builder",
@@ -312,8 +325,9 @@ _LOSSES = {
 
 
 def _forget() -> None:
-    """Remove process groups and Megatron's global variables."""
+    """Remove process groups, CUDA graphs and global variables of Megatron and Transformer Engine."""
     from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
+    from megatron.core.tensor_parallel import random
 
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_global_memory_buffer()
@@ -325,6 +339,24 @@ def _forget() -> None:
     for module, path in _LOSSES.items():
         with contextlib.suppress(AttributeError):
             attrgetter(path)(sys.modules.get(f"megatron.core.{module}"))()
+    # The next play may need a random number generator for CUDA graphs, or none.
+    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+    engine: Any = sys.modules.get("transformer_engine.pytorch.fp8")
+    if engine is not None:
+        # Transformer Engine would keep and update the FP8 scales of freed layers.
+        engine.FP8GlobalStateManager.reset()
+    graphs: Any = sys.modules.get("megatron.core.transformer.cuda_graphs")
+    record = getattr(graphs, "_CudagraphGlobalRecord", None)
+    if record is not None and (record.cudagraph_created or record.cudagraph_record):
+        graphs.delete_cuda_graphs()
+        graphs.fwd_buffer_reuse_ref_count = graphs.bwd_buffer_reuse_ref_count = 0
+        # From 0.16 to 0.18 lists in a class keep the graphs' inputs for ever.
+        for buffers in vars(type(getattr(record, "tensor_reuse_pool", None))).values():
+            if isinstance(buffers, (list, set)):
+                buffers.clear()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        # Megatron captures graphs in a stream of its own.
+        torch.cuda.set_stream(torch.cuda.default_stream())
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()

@@ -22,9 +22,8 @@ from pipette_launch.facts import Job, Layout
 from pipette_launch.megatron.performance import performance_options
 from pipette_patches.one_rank import enough_microbatches, first_rank, inner_optimizers
 from pipette_patches.play import Play, Step, Stop, played
-from pipette_patches.replacements import Replacement, Replacements, instead, nothing, wrapping
+from pipette_patches.replacements import Replacement, Replacements, nothing, wrapping
 from pipette_patches.storage_meter import StorageMeter, metered, recounting, under
-from pipette_patches.without_cuda import no_coalescing
 from pipette_patches.workload import (
     MakeProgram,
     as_run_here,
@@ -63,6 +62,7 @@ def run_stage(
     device_kind: str,
     program: MakeProgram | None = None,
     stopwatch: Any = None,
+    captures: bool = False,
 ) -> StageRun:
     """Train the first rank of a stage for two steps, and with a stopwatch for three more on a CPU; free everything.
 
@@ -72,14 +72,17 @@ def run_stage(
     before a backward.
 
     `program` is the job's own script; None builds the model from the job's flags. `stopwatch` is a stopwatch of
-    `probe.instruments` for the device; None times no step. A WorkloadError says that Megatron or the script refuses the
-    stage. Out-of-memory errors of torch are raised unchanged.
+    `probe.instruments` for the device; None times no step. If the script `captures` CUDA graphs after its first step,
+    each step runs all micro-batches, because each may have graphs of its own. A WorkloadError says that Megatron or the
+    script refuses the stage. Out-of-memory errors of torch are raised unchanged.
     """
-    num_microbatches = enough_microbatches(layout, pp_rank, layout.num_microbatches(job.batch.global_batch_size))
+    every = layout.num_microbatches(job.batch.global_batch_size)
+    num_microbatches = every if captures else enough_microbatches(layout, pp_rank, every)
     real, changes, notes = (job, {}, ()) if program else as_run_here(job, device_kind)
     steps = _Steps(
         layout=layout,
         num_microbatches=num_microbatches,
+        captures=captures,
         skips_first=program is None and device_kind == "cpu" and not performance_options(real).use_megatron_fsdp,
         on_cpu=device_kind == "cpu",
         timer=_Timer(stopwatch, num_microbatches) if stopwatch else None,
@@ -122,6 +125,7 @@ class _Steps:
 
     layout: Layout
     num_microbatches: int
+    captures: bool
     skips_first: bool
     on_cpu: bool
     timer: _Timer | None
@@ -151,7 +155,7 @@ class _Steps:
                 self._unmetered.callback(self.meter.__enter__)
         if play.num_steps > last:
             raise Stop
-        if play.num_steps == 1:
+        if play.num_steps == 1 and not self.captures:
             # The first step makes the optimizer's states. Interleaved stages take micro-batches in groups.
             few = 1 if self.layout.vpp == 1 else self.layout.microbatch_group_size or self.layout.pp
             return None if self.skips_first else step.run(num_microbatches=min(few, self.num_microbatches))
@@ -254,12 +258,8 @@ def _received(timer: _Timer | None) -> Replacement:
     return Replacement(module=module, path="P2PCommunicator._communicate", make=wrapping(noise))
 
 
-_BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 _FSDP_BUFFER = "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
 _WITHOUT_PEERS = (
-    # The fake process group has no coalesced collectives.
-    Replacement(module=_BUFFER, path="_coalescing_manager", make=instead(no_coalescing)),
-    Replacement(module=_FSDP_BUFFER, path="_coalescing_manager", make=instead(no_coalescing)),
     # Megatron-FSDP would compare this rank's shard with the shards of ranks that do not exist.
     Replacement(module=_FSDP_BUFFER, path="validate_uneven_dtensor", make=nothing),
     # Gathered weights and unreduced gradients count as "whole". Megatron-FSDP frees them by resizing their storages.

@@ -24,15 +24,16 @@ import torch
 import torch.utils._pytree
 
 from pipette_launch.errors import PipetteError
-from pipette_launch.facts import ComputeCase, Job, Layout
+from pipette_launch.facts import ComputeCase, Job, Layout, ModelSpec
 from pipette_launch.facts.job import SCRIPT_ONLY
 from pipette_launch.facts.measurements import Part as PartName
+from pipette_launch.facts.model import KINDS_WITH_ATTENTION, KINDS_WITH_EXPERTS, LETTERS, TRANSFORMER_KINDS, LayerKind
 from pipette_launch.megatron.layout import STACKS
 from pipette_launch.megatron.performance import given_options
 from pipette_patches import registry
 from pipette_patches.megatron_config import left_out
 from pipette_patches.one_rank import Size, Trainer, import_megatron, initialize
-from pipette_patches.play import Play, Step, Stop, played
+from pipette_patches.play import Play, PlayError, Step, Stop, played
 from pipette_patches.storage_meter import StorageMeter
 
 Run = Callable[[torch.Tensor], torch.Tensor]
@@ -59,6 +60,9 @@ class Part:
     forward: Callable[[int], torch.Tensor]
     """Runs the part N times in a row, each time on its last output. If `chains` is False, runs the part once."""
     chains: bool = False
+    """If False, each forward needs its backward before the next forward, as in a layer with a CUDA graph."""
+    share: float = 1.0
+    """Share of this layer's attention window among all layers of this kind."""
     num_layers: int = 1
     """Number of layers in one run of the part."""
     accumulating: Callable[[], contextlib.AbstractContextManager[object]]
@@ -126,7 +130,7 @@ def load(device_kind: str) -> None:
 
 @contextlib.contextmanager
 def workload(
-    job: Job, case: ComputeCase, *, device_kind: str, program: MakeProgram | None = None
+    job: Job, case: ComputeCase, *, device_kind: str, program: MakeProgram | None = None, captures: bool = False
 ) -> Iterator[Workload]:
     """Build the parts of a compute case for the block, and free all tensors afterwards.
 
@@ -134,6 +138,7 @@ def workload(
 
     Args:
         program: the job's own script; None = the model is built from the job's flags.
+        captures: True if the script captures CUDA graphs of its layers after its first training step.
 
     Raises:
         WorkloadError: megatron-core or the script refuses the case. Out-of-memory errors are raised as torch raises
@@ -149,14 +154,16 @@ def workload(
         start: Callable[[], object] = lambda: from_flags(small, layout, changes=changes)  # noqa: E731
     else:
         start = program(small, layout)
-    seen = _Seen()
+    seen = _Seen(captures=captures)
     look = functools.partial(seen.look, job)
     try:
         with contextlib.ExitStack() as stack:
             with refusals_named(case_words(case), program):
                 play = stack.enter_context(played(start, rank=0, world_size=layout.world_size, on_step=look))
                 config, optimizer = play.optimizers[-1]
-                parts, ids = _parts(seen, small)
+                if captures:
+                    _check_graphs(seen)
+                parts, ids = _parts(seen, small, layer_variants(job.model))
             yield Workload(
                 parts=parts,
                 model=seen.model,
@@ -177,28 +184,36 @@ def needs_script(job: Job) -> bool:
     return is_other or any(flag.startswith(SCRIPT_ONLY) for flag in job.performance_flags)
 
 
-def one_of_each(job: Job, case: ComputeCase, *, device_kind: str) -> tuple[Job, Layout, tuple[str, ...]]:
-    """Return the job with one layer of each kind and one micro-batch, the layout of a case, and notes on differences.
+def layer_variants(model: ModelSpec) -> list[tuple[LayerKind, int]]:
+    """Return the kind and the attention window of each layer; 0 = no window."""
+    windows = model.attention_windows or (0,) * model.num_layers
+    pairs = zip(model.layer_kinds, windows, strict=True)
+    return [(kind, window if kind in KINDS_WITH_ATTENTION else 0) for kind, window in pairs]
 
-    Each expert gets as many tokens as in the job: the model has one rank's share of the experts, and no expert
-    parallelism.
+
+def one_of_each(job: Job, case: ComputeCase, *, device_kind: str) -> tuple[Job, Layout, tuple[str, ...]]:
+    """Return the job with one layer of each kind and window, the layout of a case, and notes on differences.
+
+    The job has one micro-batch. Each expert gets as many tokens as in the user's job: the model has one rank's share of
+    the experts, and no expert parallelism.
     """
     model, hybrid = job.model, job.model.hybrid
     notes: tuple[str, ...] = ()
-    kinds = tuple(sorted(set(model.moe_layer_freq))) if model.num_experts else (0,)
-    if hybrid:
-        hybrid = dataclasses.replace(hybrid, pattern="".join(dict.fromkeys(hybrid.pattern)))
-        kinds = tuple(int(letter == "E") for letter in hybrid.pattern)
-    # Attention windows differ between layers, so all layers are timed without windows.
+    order = list(dict.fromkeys(model.layer_kinds) if hybrid else TRANSFORMER_KINDS)
+    variants = sorted(set(layer_variants(model)), key=lambda one: (order.index(one[0]), one[1]))
+    kinds, windows = zip(*variants, strict=True)
     changes: dict[str, Any] = {
         "num_layers": len(kinds),
         "mtp_num_layers": min(model.mtp_num_layers, 1),
-        "attention_windows": (),
-        "hybrid": hybrid,
+        "attention_windows": windows if any(windows) else (),
     }
+    if hybrid:
+        letters = {kind: letter for letter, kind in LETTERS.items()}
+        changes["hybrid"] = dataclasses.replace(hybrid, pattern="".join(map(letters.__getitem__, kinds)))
     if model.num_experts:
         local_experts = max(model.num_experts // job.own.ep, model.moe_router_topk)
-        changes |= {"num_experts": local_experts, "moe_layer_freq": kinds}
+        experts = tuple(int(kind in KINDS_WITH_EXPERTS) for kind in kinds)
+        changes |= {"num_experts": local_experts, "moe_layer_freq": experts}
         if local_experts != model.num_experts:
             share = f"{local_experts} of {model.num_experts} experts, one rank's share at ep{job.own.ep}"
             notes = (f"MoE layers were measured with {share}",)
@@ -268,15 +283,21 @@ class _Call(NamedTuple):
 class _Seen:
     """Recorded calls of the model, its layers, embedding and prediction block in the first forward of a program."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, captures: bool) -> None:
+        self.captures = captures
         self.calls: dict[Any, list[_Call]] = {}
         self.model: Any = None
         self.wrapped: Any = None
         self.stacks: list[Any] = []
         self.embedding: Any = None
 
-    def look(self, job: Job, _play: Play, step: Step) -> None:
-        """Run the first forward of a step, keep the arguments of each part, and stop the program."""
+    def look(self, job: Job, play: Play, step: Step) -> Any:
+        """Keep the arguments of each part in the first forward, and stop the program.
+
+        If the program captures CUDA graphs, its first step runs to the end, and the second step begins with graphs.
+        """
+        if play.num_steps > 1:
+            raise Stop
         (self.wrapped,) = step.chunks
         self.model = self.wrapped
         while hasattr(self.model, "module"):
@@ -295,18 +316,18 @@ class _Seen:
             args, kwargs, output = torch.utils._pytree.tree_map(_cut, (args, kwargs, output))
             self.calls.setdefault(module, []).append(_Call(args, kwargs, _precision(), output))
 
-        def stop(*_call: object) -> None:
-            raise Stop
+        def end(*_call: object) -> None:
+            # The capture of a CUDA graph must not run these hooks.
+            for hook in hooks:
+                hook.remove()
+            if not self.captures:
+                raise Stop
 
         cores = [module.core_attention for module in self.model.modules() if hasattr(module, "core_attention")]
         parts = [*layers, *cores, self.embedding, getattr(self.model, "mtp", None), self.model]
         hooks = [part.register_forward_hook(keep, with_kwargs=True) for part in parts if part is not None]
-        hooks.append(self.model.register_forward_hook(stop))
-        try:
-            step.run(num_microbatches=1)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        hooks.append(self.model.register_forward_hook(end))
+        return step.run(num_microbatches=1)
 
     def again(self, module: Any, number: int = 0, **changes: Any) -> Any:
         """Call a part of the model with the arguments of its first or a later call, with some arguments changed."""
@@ -325,6 +346,18 @@ def _stacks(module: Any) -> list[Any]:
     if isinstance(getattr(module, "layers", None), torch.nn.ModuleList):
         return [module]
     return [stack for name, child in module.named_children() if name != "mtp" for stack in _stacks(child)]
+
+
+def _check_graphs(seen: _Seen) -> None:
+    """Raise PlayError if Megatron captured no CUDA graph of a layer; let replays keep the weights that are in FP8."""
+    graphs: Any = sys.modules["megatron.core.transformer.cuda_graphs"]
+    layers = [layer for stack in seen.stacks for layer in stack.layers]
+    has_graphs = any(getattr(layer, "cuda_graphs", None) for layer in layers)
+    if not has_graphs and not graphs._CudagraphGlobalRecord.cudagraph_created:
+        raise PlayError("no layer has a CUDA graph after the first training step")
+    for layer in layers:
+        # The first micro-batch of a step, number 0, converts the weights to FP8.
+        layer.current_microbatch = 1
 
 
 def _precision() -> Callable[[], contextlib.AbstractContextManager[object]]:
@@ -378,9 +411,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text or no_kernel
 
 
-def _parts(seen: _Seen, job: Job) -> tuple[tuple[Part, ...], torch.Tensor]:
-    """Return the parts of the model that a program has built, and the token ids of its first forward."""
-    gpt, model = seen.model, job.model
+def _parts(seen: _Seen, job: Job, whole: list[tuple[LayerKind, int]]) -> tuple[tuple[Part, ...], torch.Tensor]:
+    """Return the parts of the model that a program has built, and the token ids of its first forward.
+
+    `whole` has kind and window of each layer of the user's model.
+    """
+    gpt, model, variants = seen.model, job.model, layer_variants(job.model)
     args, kwargs = seen.calls[seen.embedding][0][:2]
     ids: torch.Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
     if model.foreign:
@@ -401,15 +437,20 @@ def _parts(seen: _Seen, job: Job) -> tuple[tuple[Part, ...], torch.Tensor]:
         return loss_of(seen.again(gpt.mtp, hidden_states=hidden).chunk(2)[1])
 
     part = functools.partial(_part, seen)
-    found = [
-        _layer_part(seen, kind, layer.parameters(), hidden, _in_turn(seen, [layer]))
-        for kind, layer in zip(model.layer_kinds, layers, strict=True)
-    ]
+    found = []
+    for (kind, window), layer in zip(variants, layers, strict=True):
+        share = whole.count((kind, window)) / [one for one, _ in whole].count(kind)
+        run = _in_turn(seen, [layer])
+        found.append(dataclasses.replace(_layer_part(seen, kind, layer.parameters(), hidden, run), share=share))
     words = gpt.embedding if tied is not None else gpt.output_layer
     head = torch.nn.ModuleList([norm, words])
     found.append(part("embedding", gpt.embedding.parameters(), lambda _: seen.again(gpt.embedding)))
     found.append(part("head", head.parameters(), lambda _: loss_of(norm(hidden)), source=hidden))
-    found += _core_part(seen, layers, most=1)
+    sizes = [window for kind, window in whole if kind in KINDS_WITH_ATTENTION]
+    for size in sorted(set(sizes)):
+        alike = [layer for one, layer in zip(variants, layers, strict=True) if one[1] == size]
+        cores = _core_part(seen, alike, most=1)
+        found += [dataclasses.replace(core, share=sizes.count(size) / len(sizes)) for core in cores]
     if model.mtp_num_layers:
         modules = torch.nn.ModuleList([gpt.mtp, gpt.embedding, words])
         found.append(part("prediction", modules.parameters(), predict, source=hidden))
@@ -463,8 +504,10 @@ def _part(seen: _Seen, name: PartName, parameters: Iterable[Any], forward: Any, 
 
 
 def _layer_part(seen: _Seen, kind: PartName, parameters: Iterable[Any], source: torch.Tensor, run: Any) -> Part:
-    again = _chain(_checkpointed(run), source)
-    return _part(seen, kind, parameters, _chain(run, source), source=source, chains=True, recomputed=again)
+    # Megatron excludes full recompute of layers with CUDA graphs.
+    again = None if seen.captures else _chain(_checkpointed(run), source)
+    chain, chains = _chain(run, source), not seen.captures
+    return _part(seen, kind, parameters, chain, source=source, chains=chains, recomputed=again)
 
 
 def _core_part(seen: _Seen, layers: list[Any], most: int | None = None) -> list[Part]:

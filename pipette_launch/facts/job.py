@@ -11,7 +11,9 @@ from pipette_launch.facts.model import ModelSpec
 
 PRECISION = ("--fp8", "--fp4")
 """Prefixes of the flags for FP8 and FP4. Layers that the job's own script builds have the precision of these flags."""
-MODELLED = (*PRECISION, "--cuda-graph", "--window-size")
+GRAPHS = ("--cuda-graph", "--enable-cuda-graph", "--external-cuda-graph")
+"""Prefixes of the flags for CUDA graphs."""
+MODELLED = (*PRECISION, "--first-last-layers-bf16", *GRAPHS)
 """Prefixes of flags without effect on layers that the warm-up builds itself.
 
 The device model computes the effect of these flags on time.

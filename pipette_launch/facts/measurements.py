@@ -430,8 +430,7 @@ class Measurements:
 def layers_digest(model: ModelSpec) -> str:
     """Return a digest of everything that affects a layer of the model, except the number of layers."""
     plain = files.to_plain(model)
-    # The warm-up measures all layers without attention windows.
-    of_all_layers = ("num_layers", "moe_layer_freq", "attention_windows")
+    of_all_layers = ("num_layers", "moe_layer_freq")
     return files.digest({name: value for name, value in plain.items() if name not in of_all_layers})
 
 

@@ -284,6 +284,12 @@ class ModelSpec:
         return 2.0 * self.seq_length * self.num_attention_heads * channels
 
     @property
+    def has_window(self) -> list[int]:
+        """Megatron's list for `--window-attn-skip-freq`: 1 for each layer with a window, then for each prediction."""
+        has_window = [int(window > 0) for window in self.attention_windows]
+        return has_window + has_window[-1:] * self.mtp_num_layers
+
+    @property
     def window_share(self) -> float:
         """Share of the causal scores that attention windows leave, averaged over all layers with attention."""
         one = self.seq_length

@@ -141,11 +141,12 @@ UNPLAYED = (
     # Checkpoints, whose contents change neither time nor memory.
     *("load", "pretrained_checkpoint", "use_checkpoint_args", "use_mp_args_from_checkpoint_args"),
     # Buffers and graphs that need other ranks or the whole step.
-    *(r"\w*cuda_graph\w*", "tp_comm_overlap", r"\w*nccl_ub"),
+    *("optimizer_cuda_graph", "tp_comm_overlap", r"\w*nccl_ub"),
 )
 """Flags that a script does not get while it is measured, as regular expressions, besides `TAKEN_OUT`."""
+_GRAPH = r"(?!optimizer)\w*cuda_graph\w*"
 OF_MANY_LAYERS = (
-    *(r"use_\w*fsdp2?", "ckpt_format", "window_size", "window_attn_skip_freq"),
+    *(r"use_\w*fsdp2?", "ckpt_format", "first_last_layers_bf16", "window_attn_skip_freq"),
     *SPLIT_DESTS,
     *PATTERN_DESTS,
     *RATIO_DESTS.values(),
@@ -204,20 +205,28 @@ def forces_balance(job: Job) -> bool:
 
 
 def played_arguments(
-    arguments: Sequence[str], *, job: Job, layout: Layout, mocks_data: bool, single_layers: bool
+    arguments: Sequence[str],
+    *,
+    job: Job,
+    layout: Layout,
+    mocks_data: bool,
+    single_layers: bool,
+    captures: bool = False,
 ) -> tuple[str, ...]:
     """Change a command line so that a script trains one rank of a layout alone, without data and checkpoint.
 
     With `single_layers` the script builds one layer of each kind, and `job` has the numbers of layers, experts and
-    samples. `mocks_data` is true if the script takes data from Megatron-LM's trainer, which can generate data.
+    samples. `mocks_data` is true if the script takes data from Megatron-LM's trainer, which can generate data. If the
+    script `captures` CUDA graphs, it does so after its first step.
     """
     given = Arguments.parse(arguments, job.megatron_version)
     # Formats of FSDP's checkpoints are refused without FSDP.
     dests = [each.dest for each in given.tokens if each.dest and (each.dest, each.value) != ("ckpt_format", "torch")]
-    gone = "|".join(
-        (TAKEN_OUT.pattern, *UNPLAYED, *(OF_MANY_LAYERS if single_layers else ()), *(DATA if mocks_data else ()))
-    )
+    some = (*(OF_MANY_LAYERS if single_layers else ()), *(DATA if mocks_data else ()), *(() if captures else (_GRAPH,)))
+    gone = "|".join((TAKEN_OUT.pattern, *UNPLAYED, *some))
     written = given.without(*(dest for dest in dests if re.fullmatch(gone, dest)))
+    if captures:
+        written = written.with_value("cuda_graph_warmup_steps", 1)
     if mocks_data:
         written = written.with_flag("--mock-data").with_value("num_workers", 0)
         if not single_layers and (job.train_iters or PLAYED_STEPS) < PLAYED_STEPS and "train_iters" in dests:
@@ -249,8 +258,10 @@ def _with_single_layers(written: Arguments, given: Arguments, job: Job) -> Argum
         written = written.with_value(seq_length, model.seq_length)
     if model.mtp_num_layers:
         written = written.with_value("mtp_num_layers", model.mtp_num_layers)
+    # Megatron evaluates lists as Python.
+    if model.attention_windows:
+        written = written.with_value("window_attn_skip_freq", str(model.has_window).replace(" ", ""))
     if model.num_experts:
         written = written.with_value("num_experts", model.num_experts)
-        # Megatron evaluates the pattern as Python.
         written = written.with_value("moe_layer_freq", str(list(model.moe_layer_freq)).replace(" ", ""))
     return written

@@ -214,15 +214,16 @@ def test_what_cannot_be_cut_safely_is_refused(more: str, expected: str) -> None:
 
 
 def test_a_played_script_gets_a_layout_and_neither_data_nor_checkpoint() -> None:
-    """Layers, experts and samples are those of the small job; precision and model stay word for word."""
+    """Layers, windows, experts and samples are those of the small job; precision and model stay word for word."""
     words = (
         "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
         "--micro-batch-size 1 --global-batch-size 8 --tokenizer-type NullTokenizer --vocab-size 128 "
         "--num-experts 8 --expert-model-parallel-size 4 --moe-layer-freq 2 --pipeline-model-parallel-size 2 "
-        "--load /ckpt --save /ckpt --data-path /data --fp8-format hybrid --lr 1e-3 --train-iters 5 --window-size 8,0"
+        "--load /ckpt --save /ckpt --data-path /data --fp8-format hybrid --lr 1e-3 --train-iters 5 --window-size 8,0 "
+        "--window-attn-skip-freq 4 --first-last-layers-bf16"
     ).split()
     job = read_job(words, world_size=8, megatron_version="0.16.1", device_kind="cuda")
-    model = replace(job.model, num_layers=2, num_experts=2, moe_layer_freq=(0, 1), attention_windows=())
+    model = replace(job.model, num_layers=2, num_experts=2, moe_layer_freq=(0, 1), attention_windows=(9, 0))
     small = replace(job, model=model, batch=replace(job.batch, global_batch_size=4))
 
     found = played_arguments(
@@ -233,10 +234,23 @@ def test_a_played_script_gets_a_layout_and_neither_data_nor_checkpoint() -> None
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
         "--micro-batch-size 4 --global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 128 "
         "--num-experts 2 --expert-model-parallel-size 1 --moe-layer-freq [0,1] --pipeline-model-parallel-size 1 "
-        "--fp8-format hybrid --lr 1e-3 --train-iters 5 --mock-data --num-workers 0 --moe-router-force-load-balancing "
+        "--fp8-format hybrid --lr 1e-3 --train-iters 5 --window-size 8,0 "
+        "--mock-data --num-workers 0 --moe-router-force-load-balancing --window-attn-skip-freq [1,0] "
         "--no-check-for-nan-in-loss-and-grad "
         "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"
     ).split() == list(found)
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_played_script_captures_graphs_after_its_first_step_or_never(captures: bool) -> None:
+    """Graphs of layers stay if the play captures them; a graph of the optimizer goes."""
+    graphs = ["--cuda-graph-impl", "local", "--cuda-graph-scope", "attn", "--cuda-graph-warmup-steps"]
+    words = [*SMALL, *graphs, "3", "--optimizer-cuda-graph"]
+    job = read_job(SMALL, world_size=2, megatron_version="0.19.0", device_kind="cuda")
+
+    found = played_arguments(words, job=job, layout=job.own, mocks_data=False, single_layers=False, captures=captures)
+
+    assert [*SMALL, *([*graphs, "1"] if captures else []), "--no-check-for-nan-in-loss-and-grad"] == list(found)
 
 
 def test_a_played_stage_keeps_shards_and_its_own_data() -> None:

@@ -178,3 +178,51 @@ def test_no_model_is_taken_for_another(found: dict[str, Any]) -> None:
 
     assert "the script builds a BertModel, which its flags do not describe" == as_decoder
     assert "only the job's own script builds these layers" == from_flags
+
+
+def test_each_attention_window_is_a_layer_of_its_own(found: dict[str, Any]) -> None:
+    """Layers of one kind with and without a window are both timed, and have the shares of the model's four layers."""
+    parts, sizes = found["windows"]
+
+    assert [["layer", 0.25], ["layer", 0.75], ["core_attention", 0.25], ["core_attention", 0.75]] == parts
+    assert [None, [3, 0]] == sizes
+
+
+@pytest.fixture(scope="module")
+def graphs() -> dict[str, Any]:
+    """Results of a process with Megatron's own CUDA graphs on a simulated device."""
+    return findings_of("graphs_worker.py")
+
+
+@pytest.mark.parametrize("play", ["layers", "again"])
+def test_a_layer_with_a_cuda_graph_is_timed_by_replays(graphs: dict[str, Any], play: str) -> None:
+    """Megatron captures both passes of the layer, and each timed pass replays a graph, in a first and a second play."""
+    found = graphs[play]
+
+    # Two rounds of both passes in each of five warm-ups, with and without weights; then also six rounds in each turn.
+    turns = 1 + found["values"]
+    assert 2 * (5 * (2 + 2) + turns * (2 + 6 + 2)) == found["replays"]
+    assert 2 * (1 + (play == "again")) == found["captured"]
+    assert [False, False, False, True] == found["chains"]
+    assert found["recompute"] is None
+    assert 0 == found["others"]
+
+
+def test_a_play_leaves_no_graph(graphs: dict[str, Any]) -> None:
+    """Megatron has neither graphs nor their buffers nor a memory pool after a play."""
+    assert [False, 0, 0, None] == graphs["left"]
+
+
+def test_a_script_whose_layers_get_no_graph_is_refused(graphs: dict[str, Any]) -> None:
+    """Layers are never timed without the graphs that the measurements name."""
+    assert graphs["none"].endswith("no layer has a CUDA graph after the first training step")
+
+
+def test_graphs_of_transformer_engine_replay_with_converted_weights(graphs: dict[str, Any]) -> None:
+    """If graphs appear between the first two steps, a timed layer replays its graph as a later micro-batch does."""
+    assert [[False], False] == graphs["engine"]
+
+
+def test_a_stage_replays_the_graphs_of_all_micro_batches(graphs: dict[str, Any]) -> None:
+    """In a pipeline two layers have graphs for each of four micro-batches, and the second step replays all of them."""
+    assert [2 * 4 * 2, 2 * 4 * 2] == graphs["stage"]

@@ -165,7 +165,7 @@ def low_precision() -> list[Any]:
         entered.append([enabled, fp8_recipe])
         return contextlib.nullcontext()
 
-    manager = SimpleNamespace(is_fp8_enabled=lambda: True, get_fp8_recipe=lambda: "the job's recipe")
+    manager = SimpleNamespace(is_fp8_enabled=lambda: True, get_fp8_recipe=lambda: "the job's recipe", reset=bool)
     engine = SimpleNamespace(FP8GlobalStateManager=manager, fp8_autocast=autocast)
     with (
         mock.patch.dict(sys.modules, {"transformer_engine.pytorch.fp8": engine}),
@@ -174,6 +174,19 @@ def low_precision() -> list[Any]:
         entered.clear()
         work.parts[0].forward(2)
     return entered
+
+
+def windows() -> list[Any]:
+    """Return name, share and attention window of each timed layer and attention core, of two windows in four layers."""
+    job = replace(
+        JOB, model=replace(JOB.model, attention_windows=(4, 0, 4, 4)), performance_flags=("--window-size 3,0",)
+    )
+    with workload(job, CASE, device_kind="cpu") as work:
+        cores = [layer.self_attention.core_attention for layer in work.model.decoder.layers]
+        parts = [[part.name, part.share] for part in work.parts if part.name in ("layer", "core_attention")]
+        for part in work.parts:
+            part.backward(part.forward(1))
+        return [parts, [core.scale_mask_softmax.window_size for core in cores]]
 
 
 def refusal(action: Any) -> str:
@@ -372,6 +385,7 @@ def main() -> None:
         found["norms"] = len(work.parts[0].parameters)
         work.parts[0].backward(work.parts[0].forward(1))
     found["low precision"] = low_precision()
+    found["windows"] = windows()
     found["without its engine"] = without_its_engine()
     found["splits sequence"] = splits_sequence()
     found["hybrid of each"] = hybrid_of_each()

@@ -56,9 +56,9 @@ def layout_of(job: Job, case: ComputeCase) -> Layout:
 
 
 def as_timed(job: Job, measurements: Measurements) -> Job:
-    """Return the job without attention windows, and with `timed_flags` in place of its FP8, FP4 and graph flags."""
+    """Return the job with `timed_flags` in place of its FP8, FP4 and graph flags."""
     kept = tuple(flag for flag in job.performance_flags if not flag.startswith(MODELLED)) + measurements.timed_flags
-    return replace(job, performance_flags=kept, model=replace(job.model, attention_windows=()))
+    return replace(job, performance_flags=kept)
 
 
 def with_extrapolated_times(job: Job, measurements: Measurements) -> Measurements:
@@ -156,12 +156,11 @@ def repriced(job: Job, measurements: Measurements) -> Repriced:
 
     seconds = measured seconds * model(with all flags) / model(as timed), for each pass of each part in each case. The
     two modelled times are for the same layer, shape and device, so most errors of the device model cancel. The ratio
-    covers FP8 or FP4 with casts, CUDA graphs of parts or of the whole iteration, and attention windows in the mean of
-    all layers. Times of imagined machines include all flags already, and are returned unchanged.
+    covers FP8 or FP4 with casts, first and last layers in BF16, and CUDA graphs of parts or of the whole iteration.
+    Times of imagined machines include all flags already, and are returned unchanged.
     """
     plain = as_timed(job, measurements)
-    same_options = performance_options(job) == performance_options(plain)
-    if not measurements.versions or (same_options and job.model == plain.model):
+    if not measurements.versions or performance_options(job) == performance_options(plain):
         return Repriced(measurements.compute, {})
     flags = ", ".join(flag for flag in job.performance_flags if flag not in plain.performance_flags)
     device = measurements.cluster.hosts[0].devices[0]

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
+from itertools import groupby
+from operator import attrgetter
 from time import sleep
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pipette_launch.facts import (
     ComputeCase,
@@ -58,9 +60,8 @@ WORK_UP_S, WORK_UP_SHARE = 4.0, 0.07
 """Seconds of work on all GPUs before the first timing, and the largest share of the time budget for this work."""
 HASTE = 4.0  # Factor by which cases after the reference case, and parts that are not layers, get less time
 SWEEPS = {"cpu": 3, "cuda": 1}
-"""Largest number of sweeps: in each sweep a slot times all its compute cases. A CPU core changes its speed from one
-second to the next. Ten warm-ups with one sweep measured 8 to 16 ms for the same layer, on four slots that shared two
-cores."""
+"""Largest number of sweeps over a slot's compute cases. A CPU core changes its speed from one second to the next: ten
+warm-ups with one sweep measured 8 to 16 ms for the same layer."""
 STAGES_SHARE = 1.0
 LEFT_BYTES = 64 * MIB  # If earlier layers left more memory than this in use, a note reports it
 HEAP_FACTOR = 1.6
@@ -104,6 +105,11 @@ class Bench:
     script: OwnScript | None = None
     """The job's own script, which builds the models; None = the models are built from the job's flags."""
     notes: list[str] = field(default_factory=list)
+
+    def _program(self, name: str) -> dict[str, Any]:
+        """Return arguments that let the job's own script build a model; empty = models are built from the flags."""
+        script = self.script
+        return {"program": getattr(script, name), "captures": script.captures} if script else {}
 
     def check_free_memory(self, words: str, needed_bytes: int, purpose: str = "") -> None:
         """Raise WorkloadError if a case cannot fit into memory, because on a CPU the kernel would kill a process."""
@@ -157,6 +163,19 @@ def joined_times(times: Sequence[ComputeTime]) -> list[ComputeTime]:
     return [*found.values()]
 
 
+def mean_time(shares: Sequence[ComputeTime]) -> ComputeTime:
+    """Return the mean time of a kind of layer from its attention windows' times, each multiplied by its share."""
+    if len(shares) == 1:
+        return shares[0]
+
+    def added(name: str) -> Any:
+        samples = [getattr(time, name) for time in shares]
+        values = zip(*(one.values_s for one in samples if one), strict=False)
+        return None if None in samples else Samples(values_s=tuple(map(sum, values)))
+
+    return replace(shares[0], **{name: added(name) for name in ("forward", "input_grad", "weight_grad", "recompute")})
+
+
 def _untimed_lap(work: Workload) -> None:
     """Run each part in every way that will be timed, because a compiler makes separate code for each way."""
     for part in work.parts:
@@ -202,21 +221,28 @@ class LayerBench(Bench):
     def first_lap(self) -> int:
         """Run the reference case and its optimizer once before the time budget begins, so that compilers finish first.
 
-        If the job's own script fails here, but not for lack of memory, all models are built from the job's flags from
-        now on. If a model from flags fails, the failure is ignored here, because the later measurement fails in the
-        same way and notes the reason. Returns the bytes that libraries keep as workspaces after this run.
+        If the job's own script fails here, but not for lack of memory, it runs without its CUDA graphs from now on. If
+        it fails again, all models are built from the job's flags. If a model from flags fails, the failure is ignored
+        here, because the later measurement fails in the same way and notes the reason. Returns the bytes that libraries
+        keep as workspaces after this run.
         """
-        if self.script is not None:
+        while self.script is not None:
             try:
                 self._build_and_run()
+                break
             except Exception as error:  # noqa: BLE001
                 # A script may raise an error of any type. Models from flags help neither against a lack of memory nor
                 # if the script builds another model than the flags describe.
                 refused = isinstance(error, WorkloadError) and patches_workload.needs_script(self.options.job)
-                if not (refused or is_out_of_memory(error) or isinstance(error, patches_workload.ForeignModelError)):
-                    reason = " ".join(str(error).split()) or type(error).__name__
-                    self.notes.append(f"{self.PHASE}: layers were built from the job's flags, because {reason}")
-                    self.script = None
+                refused = (refused and not self.script.captures) or isinstance(
+                    error, patches_workload.ForeignModelError
+                )
+                if refused or is_out_of_memory(error):
+                    break
+                reason = " ".join(str(error).split()) or type(error).__name__
+                how = "timed without CUDA graphs" if self.script.captures else "built from the job's flags"
+                self.notes.append(f"{self.PHASE}: layers were {how}, because {reason}")
+                self.script = replace(self.script, captures=False) if self.script.captures else None
         if self.script is not None:
             self.notes += self.script.notes(self.options.job)
         else:
@@ -235,12 +261,10 @@ class LayerBench(Bench):
     def measure(self, lockstep: Lockstep, budget: Budget) -> None:
         """Measure this slot's compute cases until rank 0 decides that the time budget is spent.
 
-        The predicted time of the next case is the shortest preparation so far plus the longest timing so far. The
-        shortest preparation (build and first run) counts, because later cases reuse the compiled code of earlier cases.
-        The timing of the reference case does not count, because only the reference case is timed for long.
+        The predicted time of the next case is the shortest preparation so far, because later cases reuse compiled code,
+        plus the longest timing so far without the reference case, because only this case is timed for long.
         """
-        # Freeze imported objects, so that garbage collections between cases need not visit them. The layers of the
-        # untimed first run must be freed before, because frozen garbage keeps its memory.
+        # Garbage collections between cases need not visit imported objects. Frozen garbage would keep its memory.
         gc.collect()
         gc.freeze()
         reference, *others = case_rounds(self.options.cases, self.slot, self.options.num_slots)
@@ -300,8 +324,8 @@ class LayerBench(Bench):
         needed_bytes = weight_bytes(self.options.job, case)
         self.check_free_memory(case_words(case), needed_bytes, " for one layer's weights and gradients")
         kind = self.options.device_kind
-        program = self.script.for_layers if self.script else None
-        return stack.enter_context(patches_workload.workload(self.options.job, case, device_kind=kind, program=program))
+        program = self._program("for_layers")
+        return stack.enter_context(patches_workload.workload(self.options.job, case, device_kind=kind, **program))
 
     def _overheads(self, case: ComputeCase) -> None:
         """Measure the overheads of a CPU stage: running with cold caches after a wait, and loading micro-batches."""
@@ -369,12 +393,11 @@ class LayerBench(Bench):
         """Time all parts of a case, then read the peak memory of a layer; returns True if no part failed."""
         self.notes += work.notes
         with self.noting(case_words(case), partial(self.refused.append, case)):
-            for part in work.parts:
-                haste = (1.0 if case == self.options.cases[0] else HASTE) * (1.0 if part.name in LAYERS else HASTE)
+            for name, parts in groupby(work.parts, key=attrgetter("name")):
+                haste = (1.0 if case == self.options.cases[0] else HASTE) * (1.0 if name in LAYERS else HASTE)
                 habits = self._habits.hastier(haste) if haste > 1 else self._habits
-                self.times.append(
-                    time_part(part, case, slot=self.slot, stopwatch=self._stopwatch, habits=habits, again=again)
-                )
+                timed = partial(time_part, slot=self.slot, stopwatch=self._stopwatch, habits=habits, again=again)
+                self.times.append(mean_time([timed(part, case).times(part.share) for part in parts]))
             if any(reading.case == case for reading in self.memory):
                 return True
             # Prefer the MoE layer, because an MoE layer holds more memory than a dense layer.
@@ -485,9 +508,8 @@ class StageBench(Bench):
         """Run a stage; an out-of-memory error is stored in `failures`, so that the meter still reads the peak."""
         job, kind = self.options.job, self.options.device_kind
         try:
-            program = self.script.for_stages if self.script else None
             run = partial(whole_stage.run_stage, job, case.layout, case.pp_rank, device_kind=kind)
-            runs.append(run(program=program, stopwatch=stopwatch_for(kind)))
+            runs.append(run(stopwatch=stopwatch_for(kind), **self._program("for_stages")))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from pipette_launch.facts import Job, Layout
-from pipette_launch.facts.job import PRECISION
+from pipette_launch.facts.job import ENGINE, GRAPHS, LOCAL, PRECISION
+from pipette_launch.megatron.performance import performance_options
 from pipette_launch.megatron.script import FORCED_BALANCE, forces_balance, played_arguments
 from pipette_launch.probe.messages import WarmupOrder
 from pipette_patches.play import run_script
@@ -24,6 +25,8 @@ class OwnScript:
     """The script with the user's arguments."""
     mocks_data: bool
     """True if the script uses Megatron-LM's trainer, which can train on mock data."""
+    captures: bool = False
+    """True if the script captures CUDA graphs of its layers while it is measured."""
 
     @classmethod
     def of(cls, options: WarmupOrder) -> OwnScript | None:
@@ -37,12 +40,15 @@ class OwnScript:
             spec = importlib.util.find_spec(name)
             origin = (spec and spec.origin) or ""
         text = Path(origin).read_text(errors="replace") if Path(origin).is_file() else ""
-        return cls(program=program, mocks_data="megatron.training" in text)
+        # A graph of a whole iteration has no layers, and Megatron 0.14 has no function that deletes graphs.
+        graphs = performance_options(options.job).graphs.impl in (LOCAL, ENGINE) and options.job.release > (0, 14)
+        captures = graphs and options.device_kind == "cuda"
+        return cls(program=program, mocks_data="megatron.training" in text, captures=captures)
 
-    @staticmethod
-    def timed_flags(job: Job) -> tuple[str, ...]:
-        """Return the job's precision flags, which change layers from the job's script but not layers from flags."""
-        return tuple(flag for flag in job.performance_flags if flag.startswith(PRECISION))
+    def timed_flags(self, job: Job) -> tuple[str, ...]:
+        """Return the flags of precision and graphs that layers from the script have, but not layers from flags."""
+        timed = (*PRECISION, *(GRAPHS if self.captures else ()))
+        return tuple(flag for flag in job.performance_flags if flag.startswith(timed))
 
     def notes(self, job: Job) -> list[str]:
         """Return a sentence on routing if the script's routers choose experts at random while they are measured."""
@@ -60,6 +66,11 @@ class OwnScript:
 
     def _run(self, job: Job, layout: Layout, *, single_layers: bool) -> Callable[[], None]:
         words = played_arguments(
-            self.program.arguments, job=job, layout=layout, mocks_data=self.mocks_data, single_layers=single_layers
+            self.program.arguments,
+            job=job,
+            layout=layout,
+            mocks_data=self.mocks_data,
+            single_layers=single_layers,
+            captures=self.captures,
         )
         return partial(run_script, replace(self.program, arguments=words))

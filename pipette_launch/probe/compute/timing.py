@@ -1,18 +1,14 @@
 """Times of one part of a model: forward, gradients of input and weights, recompute; and the overheads of a CPU stage.
 
-The time of a layer is a slope. A short and a long chain of layers run in turns, and the difference of their times is
-divided by the difference of their lengths. So the cost of entering and leaving a chain does not count, such as the
-first launch on an idle device. The time of weight gradients, or of recompute, is the difference between two chains of
-equal length.
+The time of a layer is a slope: a short and a long chain run in turns, and the difference of their times is divided by
+the difference of their lengths. So the cost of entering a chain does not count, such as the first launch on an idle
+device. The time of weight gradients, or of recompute, is the difference between two chains of equal length.
 
-On a CPU a stage also takes time that layers in a row do not show:
+On a CPU a stage also takes time that layers in a row do not show (measured on four hosts with 0.4 of a core each):
 
-- Waking: after a wait, as in a pipeline, a layer finds cold caches. On four hosts with 0.4 of a core each, a wait of 20
-  ms before a pass added 1.2 to 1.7 ms of processor time to layers of any size. With 0.4 of a core this is 3 to 4 ms of
-  wall time.
-- Loading: the data loader's processes compute on the slot's cores. On four hosts with 0.4 of a core each, loading cost
-  the first and the last stage 12 ms for each micro-batch of any size. On a GPU machine the data loader has its own
-  cores.
+- Waking: after a wait of 20 ms, as in a pipeline, cold caches add 3 to 4 ms of wall time to layers of any size.
+- Loading: the data loader's processes compute on the slot's cores, and cost the first and the last stage 12 ms for each
+  micro-batch of any size. On a GPU machine the data loader has its own cores.
 """
 
 from __future__ import annotations
@@ -109,7 +105,8 @@ def time_part(
 
         warmups = turns(habits.warmups, habits.chains[:1])
         layer_s = warmups[-1].forward_s + warmups[-1].backward_s
-        lengths = habits.chains if part.chains and layer_s < habits.long_layer_s else habits.chains[:1]
+        is_layer = part.chains or part.name in LAYERS
+        lengths = habits.chains if is_layer and layer_s < habits.long_layer_s else habits.chains[:1]
         before = stopwatch.mark()
         warmups += turns(1, lengths)
         turn_s = stopwatch.seconds(before, stopwatch.mark())
@@ -155,8 +152,7 @@ def time_calls(
 def slope(lengths: Sequence[int], seconds: Sequence[float]) -> float:
     """Return the seconds of one more layer, from chains of one or two lengths; never negative.
 
-    The caller takes the median of the slopes of all turns. A drift between turns, or single disturbed runs, change this
-    median less than the slope of medians (simulated in tests/probe/compute/test_timing.py).
+    Drift and single disturbed runs change the median of the turns' slopes less than the slope of medians (test_timing).
     """
     if len(lengths) == 1:
         return seconds[0] / lengths[0]
@@ -187,13 +183,17 @@ def _turn(part: Part, lengths: Sequence[int], stopwatch: Stopwatch, *, again: bo
 
 
 def run_part(part: Part, forward: Callable[[int], torch.Tensor], length: int, stopwatch: Stopwatch) -> Run:
-    """Time a chain of `length` parts: `forward(length)`, then the part's backward."""
-    start = stopwatch.mark()
-    output = forward(length)
-    middle = stopwatch.mark()
-    part.backward(output)
-    end = stopwatch.mark()
-    return Run(stopwatch.seconds(start, middle), stopwatch.seconds(middle, end))
+    """Time a chain of `length` parts and its backward. A part that cannot chain runs forward and backward in turn."""
+    marks = []
+    for _ in range(1 if part.chains else length):
+        start = stopwatch.mark()
+        output = forward(length if part.chains else 1)
+        middle = stopwatch.mark()
+        part.backward(output)
+        marks.append((start, middle, stopwatch.mark()))
+    # Read the marks at the end, because reading waits for the device.
+    runs = [(stopwatch.seconds(start, middle), stopwatch.seconds(middle, end)) for start, middle, end in marks]
+    return Run(*map(sum, zip(*runs, strict=True)))
 
 
 @contextmanager
@@ -294,11 +294,8 @@ def time_loading(
     """Return the seconds that loading a batch costs a stage.
 
     The cost is the larger of two times: the wait for a batch, and the time of loading and layer minus the time of the
-    layer. On the slot's cores the loader's processes either make the call wait, or slow the layer down. The difference
-    alone would be too small: a slot with part of a core saves up computing time while the call waits. In a test the
-    difference was 7 to 10 ms, but loading cost the stages of a training 14 ms.
-
-    After a pause `ahead` batches are ready, so `time_loading` takes these batches before it measures time.
+    layer. The difference alone is too small (7 to 10 ms of 14 in a test), because a slot with part of a core saves up
+    computing time while the call waits. After a pause `ahead` batches are ready, so they are taken before the timing.
     """
 
     def run(times: int, *, loads: bool) -> tuple[float, float]:

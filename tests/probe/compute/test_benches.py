@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from probe.workers import OneRankStore, tiny_options
 
-from pipette_launch.facts import ComputeCase, Device, Host, Job, Layout, StageReading
+from pipette_launch.facts import ComputeCase, ComputeTime, Device, Host, Job, Layout, Samples, StageReading
 from pipette_launch.facts.measurements import memory_digest
 from pipette_launch.facts.messages import StageCase
 from pipette_launch.probe.compute import benches, timing
@@ -31,14 +31,17 @@ from pipette_launch.probe.compute.benches import (
     LayerBench,
     StageBench,
     case_rounds,
+    mean_time,
     stage_turns,
     weight_bytes,
 )
+from pipette_launch.probe.compute.own_script import OwnScript
 from pipette_launch.probe.compute.slot_speeds import PaceTest
 from pipette_launch.probe.instruments import CpuMeter, CudaMeter, Peak
 from pipette_launch.probe.lockstep import Budget, Lockstep
 from pipette_launch.probe.messages import WarmupOrder
 from pipette_patches import workload
+from pipette_patches.run import Program
 from pipette_patches.whole_stage import StageRun
 from pipette_patches.workload import MOST_VARIANTS, OptimizerStep, Part, Workload, WorkloadError
 
@@ -105,6 +108,20 @@ def failing_workload(error: Exception, times: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(benches.patches_workload, "workload", workload)
 
 
+def test_a_kind_with_two_windows_has_its_mean_time() -> None:
+    """Three layers of 2 s and one of 6 s take 3 s in the mean; without recompute of one there is none of the kind."""
+    case = CASES[0]
+
+    def of(seconds: float, recompute: Samples | None) -> ComputeTime:
+        passes = dict.fromkeys(("forward", "input_grad", "weight_grad"), Samples(values_s=(seconds,)))
+        return ComputeTime(case=case, part="layer", slot=0, recompute=recompute, **passes)
+
+    narrow, wide = (of(seconds, Samples(values_s=(seconds, 0.1))) for seconds in (2.0, 6.0))
+
+    assert of(3.0, Samples(values_s=(3.0, 0.1))) == mean_time([narrow.times(0.75), wide.times(0.25)])
+    assert mean_time([narrow, of(6.0, None)]).recompute is None
+
+
 @pytest.mark.parametrize(
     ("error", "note"),
     [
@@ -138,10 +155,32 @@ def test_layers_that_flags_do_not_describe_are_not_built_from_flags(
     slot = bench(tmp_path)
     job = replace(slot.options.job, model=replace(slot.options.job.model, foreign=foreign))
     slot.options = replace(slot.options, job=job)
-    slot.script = SimpleNamespace(for_layers=None, notes=lambda _: [])  # type: ignore[assignment]
+    slot.script = SimpleNamespace(for_layers=None, captures=False, notes=lambda _: [])  # type: ignore[assignment]
     slot.first_lap()
 
     assert expected == [note.partition("layers were ")[2] for note in slot.notes]
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_script_first_loses_its_graphs_and_then_its_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """Without graphs the flags of graphs do not count as timed, so the device model adds their effect."""
+    failing_workload(WorkloadError("no graph"), failures, monkeypatch)
+    monkeypatch.setattr(benches, "optimizer_step", lambda _: SimpleNamespace(run=int))
+    slot = bench(tmp_path)
+    slot.script = OwnScript(
+        program=Program(patches=(), name="s.py", is_module=False, arguments=()), mocks_data=False, captures=True
+    )
+    job = replace(slot.options.job, performance_flags=("--cuda-graph-impl local", "--fp8-format hybrid"))
+    before = slot.script.timed_flags(job)
+
+    slot.first_lap()
+
+    notes = ["timed without CUDA graphs", "built from the job's flags"][:failures]
+    assert [f"compute: layers were {how}, because no graph" for how in notes] == slot.notes
+    assert ("--cuda-graph-impl local", "--fp8-format hybrid") == before
+    assert (slot.script and slot.script.timed_flags(job)) == (("--fp8-format hybrid",) if failures == 1 else None)
 
 
 def test_a_spent_budget_leaves_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +408,7 @@ def measured(
     meter = meter or Meter()
 
     @contextmanager
-    def workload(_: Job, case: ComputeCase, *, device_kind: str, program: object) -> Iterator[Workload]:
+    def workload(_: Job, case: ComputeCase, *, device_kind: str, **_program: object) -> Iterator[Workload]:
         layer = layer_on(device, case)
         meter.add(layer.parameters[0])
         yield work_of(layer)

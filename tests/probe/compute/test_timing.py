@@ -169,6 +169,20 @@ def test_a_long_layer_and_a_part_without_a_chain_are_timed_singly() -> None:
     assert FORWARD_S + ENTRY_S == long.forward.median_s == head.forward.median_s
 
 
+def test_a_part_without_a_chain_runs_forward_and_backward_in_turn() -> None:
+    """On a GPU a head runs twice, and a layer with a CUDA graph two and six times: each time is that of one run."""
+    clock = FakeClock()
+    head = part_on(clock, chains=False)
+    found, graphed = (
+        time_part(part, CASE, slot=0, stopwatch=clock, habits=timing.replace(HABITS["cuda"], long_layer_s=long_s))
+        for part, long_s in ((timing.replace(head, name="head"), 100.0), (head, 100.0))
+    )
+
+    assert {1} == set(clock.lengths)
+    assert FORWARD_S + ENTRY_S == found.forward.median_s == graphed.forward.median_s
+    assert INPUT_S + WEIGHT_S + ENTRY_S == found.input_grad.median_s + found.weight_grad.median_s
+
+
 def test_recompute_is_timed_where_it_is_asked_for() -> None:
     """Without the request, recompute is None, not 0."""
     clock = FakeClock()
@@ -438,6 +452,7 @@ class Layer:
     cold_s: float
     entry_s: float = 0.0
     has_slept: bool = False
+    chains: bool = True
 
     def sleep(self, seconds: float) -> None:
         """Wait."""

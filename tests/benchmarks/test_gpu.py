@@ -16,6 +16,7 @@ from benchmarks.gpu import (
     launches,
     main_job,
     memory,
+    own_script,
     ranks,
     report,
     shapes,
@@ -443,3 +444,39 @@ def test_tight_memory_is_real(tmp_path: Path) -> None:
     found = supervise.subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert "can't allocate memory" in found.stdout
+
+
+def test_a_case_that_cannot_run_here_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags that the script lacks, no GPU, no Transformer Engine, an old GPU; and none where the case can run."""
+    plain, windows, fp8, *_ = own_script.CASES
+    monkeypatch.setattr(own_script.torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(own_script.importlib.util, "find_spec", lambda name: name)
+    megatron_lm = Path("megatron-lm/pretrain_gpt.py")
+
+    assert "" == own_script.why_not(plain, "cpu", own_script.TRAINER)
+    assert "the example trainer has no --window-size" in own_script.why_not(windows, "cuda", own_script.TRAINER)
+    assert "it needs a GPU" == own_script.why_not(windows, "cpu", megatron_lm)
+    assert "" == own_script.why_not(windows, "cuda", megatron_lm)
+    assert "it needs compute capability 8.9" == own_script.why_not(fp8, "cuda", megatron_lm)
+    monkeypatch.setattr(own_script.importlib.util, "find_spec", lambda _: None)
+    assert "it needs Transformer Engine, which is not installed" == own_script.why_not(fp8, "cuda", megatron_lm)
+
+
+@pytest.mark.parametrize(
+    ("changes", "failed"),
+    [
+        ({}, []),
+        ({"said_s": 1.3}, ["FP8: seconds of a step"]),
+        ({"said_bytes": 90}, ["FP8: peak of torch's allocator"]),
+        ({"measured_bytes": 0}, []),
+        ({"notes": ["compute: layers were timed without CUDA graphs, because no"]}, ["FP8: the script's own layers"]),
+    ],
+)
+def test_a_played_case_is_judged_by_its_training(tmp_path: Path, changes: dict[str, object], failed: list[str]) -> None:
+    """On a GPU times may be 25 % and peaks 5 % apart, and the layers must be the script's with its graphs."""
+    book = notebook(tmp_path, "script", device=GPU)
+    case = {"name": "FP8", "said_s": 1.1, "measured_s": 1.0, "said_bytes": 99, "measured_bytes": 100, "notes": []}
+
+    own_script.judge(book, {**case, **changes})
+
+    assert failed == [one["what"] for one in book.failed]

@@ -9,16 +9,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.notebook import WHOLE
+from benchmarks.gpu.own_script import CASES
 from benchmarks.gpu.supervise import PARTS
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.processes]
 ROOT = Path(__file__).parents[2]
 EXPECTED = {
     "engine": {"the main job with Transformer Engine"},
+    "script": {case.name for case in CASES[1:]},
     "memory": {"1B, tp1 pp1 dp8 cp2 mbs1 dist-opt, stage 0"},
     "time": {"the data sheet's figures", "a CUDA graph of that layer"},
 }
-"""Not possible on a CPU: Transformer Engine, context parallelism, a data sheet, CUDA graphs."""
+"""Not possible on a CPU: Transformer Engine, flags that the example trainer lacks, context parallelism, CUDA graphs."""
 
 
 def test_every_part_runs_whole(tmp_path: Path) -> None:

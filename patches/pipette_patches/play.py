@@ -195,8 +195,7 @@ def played(
 ) -> Iterator[Play]:
     """Run a program as one rank until `on_step` raises `Stop`; its process groups and tensors exist inside the block.
 
-    At the end of the block all process groups and global variables of Megatron are gone, so that the next play starts
-    afresh.
+    At the end of the block all process groups, graphs and global variables of Megatron are gone.
 
     Raises:
         PlayError: the program ends before `on_step` stops it. Errors of the program are raised unchanged.
@@ -229,7 +228,7 @@ def _before(play: Play) -> str:
 
 
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
-CACHES = ("__pycache__", ".cache", ".triton", ".nv", "torchinductor_")
+CACHES = ("__pycache__", ".cache", ".triton", ".nv", ".deep_gemm", "torchinductor_")
 """Beginnings of names of folders in which compilers keep their results."""
 _CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.link", "os.truncate", "shutil.rmtree"}
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND

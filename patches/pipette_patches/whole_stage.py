@@ -42,10 +42,8 @@ class StageRun:
     """The memory and the seconds that one stage used during its run."""
 
     tally_bytes: int
-    """Peak bytes of all tensors, each rounded up as CUDA's allocator does, without temporaries inside an operation.
-
-    On CUDA this field is 0, because torch's own allocator counts the bytes.
-    """
+    """Peak bytes of all tensors, rounded up as CUDA's allocator does, without temporaries inside an operation.
+    0 on CUDA, whose own allocator counts."""
     parts: dict[str, int]
     """`tally_bytes` by label, with the labels of abstract execution."""
     notes: tuple[str, ...]
@@ -66,15 +64,13 @@ def run_stage(
 ) -> StageRun:
     """Train the first rank of a stage for two steps, and with a stopwatch for three more on a CPU; free everything.
 
-    `workload.load` must have run, and no process group may exist. Two training steps run, because the optimizer's
-    states exist from the end of the first step on. On a CPU the first step of a model from flags runs only the
-    optimizer. With Megatron-FSDP the first step runs forward and backward too, because parameters have no gradients
-    before a backward.
+    `workload.load` must have run, and no process group may exist. The first step makes the optimizer's states. On a CPU
+    it runs only the optimizer for a model from flags, except with Megatron-FSDP, which makes gradients in a backward.
 
     `program` is the job's own script; None builds the model from the job's flags. `stopwatch` is a stopwatch of
-    `probe.instruments` for the device; None times no step. If the script `captures` CUDA graphs after its first step,
-    each step runs all micro-batches, because each may have graphs of its own. A WorkloadError says that Megatron or the
-    script refuses the stage. Out-of-memory errors of torch are raised unchanged.
+    `probe.instruments`; None times no step. If the script `captures` CUDA graphs after its first step, each step runs
+    all micro-batches, because each may have graphs of its own. A WorkloadError says that Megatron or the script refuses
+    the stage. Out-of-memory errors of torch are raised unchanged.
     """
     every = layout.num_microbatches(job.batch.global_batch_size)
     num_microbatches = every if captures else enough_microbatches(layout, pp_rank, every)
@@ -92,16 +88,10 @@ def run_stage(
         with steps.metered() as meter:
             if program is not None:
                 program(job, layout)()
-                return
-            from_flags(
-                real,
-                layout,
-                pp_rank,
-                changes=changes,
-                meter=meter,
-                num_microbatches=num_microbatches,
-                num_optimizer_instances=performance_options(real).num_distributed_optimizer_instances,
-            )
+            else:
+                build = functools.partial(from_flags, real, layout, pp_rank, changes=changes, meter=meter)
+                instances = performance_options(real).num_distributed_optimizer_instances
+                build(num_microbatches=num_microbatches, num_optimizer_instances=instances)
 
     rank = first_rank(layout, pp_rank)
     try:

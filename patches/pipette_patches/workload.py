@@ -2,9 +2,8 @@
 
 The job's own script builds a small model: the embedding, one layer of each kind, and the output layer. `play` stops the
 script in its first forward. The layers are then run with the arguments that the script gave to each layer. If the
-script cannot be played, `Trainer` builds the model from the job's flags. Communication takes no time, and data that a
-collective would have received stays uninitialised, which changes no time. So each device measures alone, and devices
-measure different shapes at once.
+script cannot be played, `Trainer` builds the model from the job's flags. Communication takes no time, so each device
+measures alone, and devices measure different shapes at once.
 """
 
 from __future__ import annotations
@@ -104,9 +103,8 @@ class Workload:
 
 
 MOST_VARIANTS = 64
-"""Compiled variants that torch.compile keeps of one function. By default torch keeps 8 and runs further variants
-uncompiled (torch/_dynamo/config.py, recompile_limit). The warm-up needs more variants, because it runs many tensor
-shapes."""
+"""Compiled variants that torch.compile keeps of one function, for the many tensor shapes of a warm-up. By default torch
+keeps 8 and runs further variants uncompiled (torch/_dynamo/config.py, recompile_limit)."""
 
 
 def load(device_kind: str) -> None:
@@ -231,10 +229,7 @@ def one_of_each(job: Job, case: ComputeCase, *, device_kind: str) -> tuple[Job, 
 
 
 def as_run_here(job: Job, device_kind: str) -> tuple[Job, dict[str, Any], tuple[str, ...]]:
-    """Return a job that this device can run from its flags, changed fields of TransformerConfig, and notes.
-
-    Each note is one sentence on a difference from the user's job.
-    """
+    """Return a job that this device can run from its flags, changed fields of TransformerConfig, and differences."""
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.enums import AttnBackend
 
@@ -373,10 +368,9 @@ def _precision() -> Callable[[], contextlib.AbstractContextManager[object]]:
 
 
 def forget_dummy_gradients() -> None:
-    """Free the empty weight gradients that Transformer Engine keeps, one gradient for each weight shape.
+    """Free the empty weight gradients that Transformer Engine 2.2 to 2.18 keeps, one gradient for each weight shape.
 
-    A training keeps only the shapes of its own layers (transformer_engine/pytorch/module/base.py, get_dummy_wgrad, in
-    `_dummy_wgrads` from release 2.2 to 2.18).
+    A training keeps only the shapes of its own layers (transformer_engine/pytorch/module/base.py, get_dummy_wgrad).
     """
     base = sys.modules.get("transformer_engine.pytorch.module.base")
     getattr(base, "_dummy_wgrads", {}).clear()
@@ -384,10 +378,7 @@ def forget_dummy_gradients() -> None:
 
 @contextlib.contextmanager
 def refusals_named(name: str, program: MakeProgram | None) -> Iterator[None]:
-    """Turn an error of megatron-core or the script into a WorkloadError with a name and the reason.
-
-    Out-of-memory errors stay.
-    """
+    """Turn an error of megatron-core or the script, except for lack of memory, into a WorkloadError with the reason."""
     try:
         yield
     except Exception as error:
@@ -565,11 +556,7 @@ def _chain(run: Run, source: torch.Tensor) -> Callable[[int], torch.Tensor]:
 
 
 def _checkpointed(run: Run) -> Run:
-    """Run a layer as Megatron's full recompute of single layers does: autograd keeps only the layer's input.
-
-    `TransformerBlock._checkpointed_forward` calls the same function for method uniform with one layer, and for the
-    first layers of method block.
-    """
+    """Run a layer as Megatron's full recompute of single layers does (`TransformerBlock._checkpointed_forward`)."""
     from megatron.core import tensor_parallel
 
     return lambda flow: tensor_parallel.checkpoint(run, False, flow)
@@ -604,8 +591,7 @@ class OptimizerStep:
 def optimizer_step(work: Workload) -> OptimizerStep:
     """Give the workload's parameters random gradients, and return the step of the optimizer that the program has made.
 
-    The distributed optimizer is off, because it does the same work on fewer parameters. Measure the parts of the model
-    before this call, because the optimizer step changes the model's parameters.
+    The step changes the parameters. The distributed optimizer is off: it does the same work on fewer parameters.
     """
     from megatron.core.optimizer import get_megatron_optimizer
 

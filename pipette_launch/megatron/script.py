@@ -205,13 +205,7 @@ def forces_balance(job: Job) -> bool:
 
 
 def played_arguments(
-    arguments: Sequence[str],
-    *,
-    job: Job,
-    layout: Layout,
-    mocks_data: bool,
-    single_layers: bool,
-    captures: bool = False,
+    arguments: Sequence[str], *, job: Job, layout: Layout, mocks_data: bool, single_layers: bool, captures: bool = False
 ) -> tuple[str, ...]:
     """Change a command line so that a script trains one rank of a layout alone, without data and checkpoint.
 
@@ -222,7 +216,7 @@ def played_arguments(
     given = Arguments.parse(arguments, job.megatron_version)
     # Formats of FSDP's checkpoints are refused without FSDP.
     dests = [each.dest for each in given.tokens if each.dest and (each.dest, each.value) != ("ckpt_format", "torch")]
-    some = (*(OF_MANY_LAYERS if single_layers else ()), *(DATA if mocks_data else ()), *(() if captures else (_GRAPH,)))
+    some = OF_MANY_LAYERS * single_layers + DATA * mocks_data + (_GRAPH,) * (not captures)
     gone = "|".join((TAKEN_OUT.pattern, *UNPLAYED, *some))
     written = given.without(*(dest for dest in dests if re.fullmatch(gone, dest)))
     if captures:

@@ -65,8 +65,7 @@ def with_extrapolated_times(job: Job, measurements: Measurements) -> Measurement
     """Add times of the cases that the warm-up did not reach, marked as modelled.
 
     An added time is the time of the nearest measured case, multiplied by the ratio of the device model's times for the
-    two shapes. If no layer was measured, no time is added. A case gets no time if it may run out of memory, like a
-    similar case that the warm-up refused.
+    two shapes. A case gets no time if it may run out of memory, like a similar case that the warm-up refused.
     """
     known = _middle_times(measurements)
     ran = {time.case.cp for time in measurements.compute}

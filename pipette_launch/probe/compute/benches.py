@@ -142,8 +142,7 @@ class Bench:
 def case_rounds(cases: tuple[ComputeCase, ...], slot: int, num_slots: int) -> tuple[ComputeCase, ...]:
     """Return one compute case of this slot for each round: the reference case, then the most promising cases.
 
-    In the last round, slots without a case repeat an earlier case, so that all cases are measured on an equally busy
-    machine.
+    In the last round, slots without a case repeat an earlier case, so that the machine is equally busy in all rounds.
     """
     others = cases[1:]
     rounds = -(-len(others) // num_slots)
@@ -233,11 +232,9 @@ class LayerBench(Bench):
             except Exception as error:  # noqa: BLE001
                 # A script may raise an error of any type. Models from flags help neither against a lack of memory nor
                 # if the script builds another model than the flags describe.
-                refused = isinstance(error, WorkloadError) and patches_workload.needs_script(self.options.job)
-                refused = (refused and not self.script.captures) or isinstance(
-                    error, patches_workload.ForeignModelError
-                )
-                if refused or is_out_of_memory(error):
+                is_last = isinstance(error, WorkloadError) and patches_workload.needs_script(self.options.job)
+                is_foreign = isinstance(error, patches_workload.ForeignModelError)
+                if is_foreign or is_out_of_memory(error) or (is_last and not self.script.captures):
                     break
                 reason = " ".join(str(error).split()) or type(error).__name__
                 how = "timed without CUDA graphs" if self.script.captures else "built from the job's flags"
@@ -323,9 +320,8 @@ class LayerBench(Bench):
     def _build(self, case: ComputeCase, stack: ExitStack) -> Workload:
         needed_bytes = weight_bytes(self.options.job, case)
         self.check_free_memory(case_words(case), needed_bytes, " for one layer's weights and gradients")
-        kind = self.options.device_kind
-        program = self._program("for_layers")
-        return stack.enter_context(patches_workload.workload(self.options.job, case, device_kind=kind, **program))
+        options = {"device_kind": self.options.device_kind, **self._program("for_layers")}
+        return stack.enter_context(patches_workload.workload(self.options.job, case, **options))
 
     def _overheads(self, case: ComputeCase) -> None:
         """Measure the overheads of a CPU stage: running with cold caches after a wait, and loading micro-batches."""
@@ -404,14 +400,8 @@ class LayerBench(Bench):
             layer = [part for part in work.parts if part.name in LAYERS][-1]
             with lockstep.progress.during("memory"), layer.accumulating():
                 peak = self.meter.peak(lambda: layer.backward(layer.forward(1)))
-            self.memory.append(
-                MemoryReading(
-                    case=case,
-                    slot=self.slot,
-                    allocator_peak_bytes=peak.allocator_bytes,
-                    device_peak_bytes=peak.device_bytes,
-                )
-            )
+            read = {"allocator_peak_bytes": peak.allocator_bytes, "device_peak_bytes": peak.device_bytes}
+            self.memory.append(MemoryReading(case=case, slot=self.slot, **read))
             return True
         return False  # type: ignore[unreachable]
 
@@ -432,8 +422,7 @@ class StageBench(Bench):
     PHASE = "stages"
 
     workspace_bytes: int
-    """Bytes that libraries keep as workspaces in torch's allocator after the untimed first run. Training needs these
-    workspaces too."""
+    """Bytes that libraries keep as workspaces in torch's allocator after the untimed first run, as in training."""
     readings: list[StageReading] = field(default_factory=list)
 
     def measure(self, cases: Sequence[StageCase], lockstep: Lockstep, budget: Budget) -> None:

@@ -35,11 +35,9 @@ class OwnScript:
             return None
         *flag, name = options.script
         program = Program(patches=(), name=name, is_module=bool(flag), arguments=options.script_arguments)
-        origin = name
-        if program.is_module:
-            spec = importlib.util.find_spec(name)
-            origin = (spec and spec.origin) or ""
-        text = Path(origin).read_text(errors="replace") if Path(origin).is_file() else ""
+        spec = importlib.util.find_spec(name) if program.is_module else None
+        origin = Path((spec and spec.origin) or "" if program.is_module else name)
+        text = origin.read_text(errors="replace") if origin.is_file() else ""
         # A graph of a whole iteration has no layers, and Megatron 0.14 has no function that deletes graphs.
         graphs = performance_options(options.job).graphs.impl in (LOCAL, ENGINE) and options.job.release > (0, 14)
         captures = graphs and options.device_kind == "cuda"
@@ -52,9 +50,8 @@ class OwnScript:
 
     def notes(self, job: Job) -> list[str]:
         """Return a sentence on routing if the script's routers choose experts at random while they are measured."""
-        if not (self.mocks_data and forces_balance(job)):
-            return []
-        return [f"compute: every expert got about as many tokens while it was measured ({FORCED_BALANCE})"]
+        note = f"compute: every expert got about as many tokens while it was measured ({FORCED_BALANCE})"
+        return [note] if self.mocks_data and forces_balance(job) else []
 
     def for_layers(self, job: Job, layout: Layout) -> Callable[[], None]:
         """Return a function that runs the script for one layer of each kind."""
@@ -65,12 +62,6 @@ class OwnScript:
         return self._run(job, layout, single_layers=False)
 
     def _run(self, job: Job, layout: Layout, *, single_layers: bool) -> Callable[[], None]:
-        words = played_arguments(
-            self.program.arguments,
-            job=job,
-            layout=layout,
-            mocks_data=self.mocks_data,
-            single_layers=single_layers,
-            captures=self.captures,
-        )
+        own = {"mocks_data": self.mocks_data, "captures": self.captures}
+        words = played_arguments(self.program.arguments, job=job, layout=layout, single_layers=single_layers, **own)
         return partial(run_script, replace(self.program, arguments=words))

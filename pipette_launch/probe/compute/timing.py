@@ -33,8 +33,7 @@ from pipette_patches.workload import MakeProgram, Part, workload
 
 MAX_VALUES = 20
 TOKENS = 32
-"""Tokens on each rank for the layer that measures overheads. The overheads do not grow with the tokens, and are small
-compared with a long layer."""
+"""Tokens on each rank for the layer that measures overheads, which do not grow with the tokens."""
 WAIT_S = 0.02  # Wait (s) before each timed pass, in which other processes compute
 WARMUPS, VALUES = 1, 7
 QUEUED = 2  # Batches that each process of a loader prepares ahead (torch's `prefetch_factor`)
@@ -49,15 +48,13 @@ class Habits:
     warmups: int
     """Number of untimed turns before the timed turns, in which autotuners and allocators adapt."""
     chains: tuple[int, int]
-    """Lengths of the short and the long chain. On a GPU even the short chain has two layers, because in a real stage
-    the host launches the second layer ahead."""
+    """Lengths of the short and the long chain. On a GPU the host launches a second layer ahead, as in a real stage."""
     value_s: float
     """Seconds for the timed turns of one part, if the turns are short."""
     min_values: int
     """Least number of timed turns of a part, even if the turns are long."""
     long_layer_s: float
-    """Limit in seconds for forward and backward of a layer. Slower layers run only in short chains, because entering a
-    chain takes under 1 % of their time."""
+    """Slower layers (forward and backward) run only in short chains, because entering takes under 1 % of their time."""
 
     def hastier(self, factor: float) -> Habits:
         """Return timing habits that spend `factor` times less time, with at least three timed turns."""
@@ -184,16 +181,15 @@ def _turn(part: Part, lengths: Sequence[int], stopwatch: Stopwatch, *, again: bo
 
 def run_part(part: Part, forward: Callable[[int], torch.Tensor], length: int, stopwatch: Stopwatch) -> Run:
     """Time a chain of `length` parts and its backward. A part that cannot chain runs forward and backward in turn."""
-    marks = []
+    marks = [stopwatch.mark()]
     for _ in range(1 if part.chains else length):
-        start = stopwatch.mark()
         output = forward(length if part.chains else 1)
-        middle = stopwatch.mark()
+        marks.append(stopwatch.mark())
         part.backward(output)
-        marks.append((start, middle, stopwatch.mark()))
+        marks.append(stopwatch.mark())
     # Read the marks at the end, because reading waits for the device.
-    runs = [(stopwatch.seconds(start, middle), stopwatch.seconds(middle, end)) for start, middle, end in marks]
-    return Run(*map(sum, zip(*runs, strict=True)))
+    seconds = [*map(stopwatch.seconds, marks, marks[1:])]
+    return Run(sum(seconds[::2]), sum(seconds[1::2]))
 
 
 @contextmanager

@@ -291,7 +291,7 @@ class Predictor:
         if layout.cp > 1 and options.cp_comm_type != (RING,):
             given = f"{flag_of('cp_comm_type')} {' '.join(options.cp_comm_type)}"
             assumed.append(f"Context parallelism is priced as a ring, not with {given}.")
-        return (*assumed, *_unpriced(self._job))
+        return (*assumed, *_unpriced(self._job, self._measurements.timed_flags))
 
     def step_time(self, layout: Layout, placement: Sequence[int], schedule: Schedule | None = None) -> StepTime:
         """Predict the step of a layout on given slots.
@@ -359,11 +359,12 @@ class Predictor:
         return LayoutWork.of(self._job, layout, self.compute, once, loss_s=loss_s, domain=domain)
 
 
-def _unpriced(job: Job) -> Iterator[str]:
+def _unpriced(job: Job, timed_flags: tuple[str, ...]) -> Iterator[str]:
     options = performance_options(job)
     for name, values, meaning in UNPRICED:
         value = getattr(options, name)
-        if value in values or (not values and value is not None):
+        is_timed = flag_of(name) in timed_flags
+        if not is_timed and (value in values or (not values and value is not None)):
             flag = flag_of(name) if value is True else f"{flag_of(name)} {value}"
             yield f"{flag} is not in the predicted step time: {meaning}."
     sharding = sharding_of(job)

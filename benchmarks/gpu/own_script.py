@@ -33,7 +33,7 @@ from pipette_launch.facts.messages import StageCase
 from pipette_launch.megatron.script import version_or_newest
 from pipette_launch.probe.compute.benches import LayerBench, StageBench
 from pipette_launch.probe.compute.own_script import OwnScript
-from pipette_launch.probe.instruments import meter
+from pipette_launch.probe.instruments import MemoryMeter, meter
 from pipette_launch.probe.lockstep import Budget, Lockstep
 from pipette_launch.probe.messages import WarmupOrder
 from pipette_launch.text import MIB, seconds_text
@@ -87,6 +87,8 @@ def script_of() -> Path:
 
 def measure(book: Notebook) -> None:
     """Run every case that script, device and time allow."""
+    # Before this process uses the device, because the meter subtracts the memory of other processes.
+    reads = meter(book.kind, book.device.uuid)
     script = script_of()
     if script != TRAINER:
         sys.path.insert(0, str(script.parent))
@@ -97,7 +99,7 @@ def measure(book: Notebook) -> None:
         if reason:
             book.miss(case.name, reason)
         else:
-            book.attempt(case.name, partial(run, book, case, script), needs_s=CASE_S)
+            book.attempt(case.name, partial(run, book, reads, case, script), needs_s=CASE_S)
 
 
 def why_not(case: Case, device_kind: str, script: Path) -> str:
@@ -113,7 +115,7 @@ def why_not(case: Case, device_kind: str, script: Path) -> str:
     return ""
 
 
-def run(book: Notebook, case: Case, script: Path) -> None:
+def run(book: Notebook, reads: MemoryMeter, case: Case, script: Path) -> None:
     """Train the case under torchrun, play it, and compare."""
     has_te = book.kind == "cuda" and importlib.util.find_spec("transformer_engine") is not None
     layers = (*ENGINE_WORDS, *kernel_flags(has_te=True)) if has_te else LOCAL_WORDS
@@ -125,7 +127,10 @@ def run(book: Notebook, case: Case, script: Path) -> None:
     job = megatron.read_job(words, world_size=1, megatron_version=version, device_kind=book.kind, is_launched=True)
     with tempfile.TemporaryDirectory() as folder:
         real = train(book, Path(folder), script, words)
-        bench, stages = play(book, Path(folder), script, words, job)
+        bench, stages = play(book, reads, Path(folder), script, words, job)
+    if book.kind == "cuda":
+        # The next training needs the memory.
+        torch.cuda.empty_cache()
     step_s = parts_s(bench, job)
     steps_s = [one.step_time_s for one in real.iterations]
     measured_s = statistics.median(steps_s[len(steps_s) // 2 :])
@@ -176,7 +181,9 @@ def train(book: Notebook, folder: Path, script: Path, words: Sequence[str]) -> R
     return done
 
 
-def play(book: Notebook, folder: Path, script: Path, words: Sequence[str], job: Job) -> tuple[LayerBench, StageBench]:
+def play(
+    book: Notebook, reads: MemoryMeter, folder: Path, script: Path, words: Sequence[str], job: Job
+) -> tuple[LayerBench, StageBench]:
     """Time the layers and run the stage as a warm-up of one device does."""
     options = WarmupOrder(
         job=job,
@@ -188,7 +195,6 @@ def play(book: Notebook, folder: Path, script: Path, words: Sequence[str], job: 
         script=(str(script),),
         script_arguments=tuple(words),
     )
-    reads = meter(book.kind, book.device.uuid)
     lockstep = Lockstep(store=HashStore(), rank=0, world_size=1, timeout_s=60.0)
     budget = Budget(started_s=time.perf_counter(), budget_s=BUDGET_S[book.kind], clock=time.perf_counter)
     bench = LayerBench(options=options, slot=0, meter=reads, script=OwnScript.of(options))

@@ -28,7 +28,7 @@ from benchmarks.gpu.notebook import Notebook, Record, of_kind
 from pipette_launch import megatron
 from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.errors import PipetteError
-from pipette_launch.facts import ComputeCase, Host, Job
+from pipette_launch.facts import ComputeCase, Host, Job, StageReading
 from pipette_launch.facts.messages import StageCase
 from pipette_launch.megatron.script import version_or_newest
 from pipette_launch.probe.compute.benches import LayerBench, StageBench
@@ -140,6 +140,7 @@ def run(book: Notebook, reads: MemoryMeter, case: Case, script: Path) -> None:
         "case",
         name=case.name,
         parts={time.part: sum_s(time) for time in bench.times},
+        stage_s=stage_s(reading, job),
         said_s=step_s,
         measured_s=measured_s,
         said_bytes=reading.allocator_peak_bytes,
@@ -222,16 +223,22 @@ def parts_s(bench: LayerBench, job: Job) -> float:
     return batches * passes_s + bench.stretch * optimizer_s
 
 
+def stage_s(reading: StageReading, job: Job) -> float:
+    """Return the seconds of a step from the played stage, which may have run fewer micro-batches than the job."""
+    batches = job.own.num_microbatches(job.batch.global_batch_size)
+    return reading.schedule_s * batches / max(reading.num_microbatches, 1) + reading.update_s
+
+
 def lines(records: Sequence[Record]) -> Iterator[str]:
     """Write a row for each case: seconds and peaks of the play beside those of the training."""
     yield from (f"The played script is {one['name']}." for one in of_kind(records, "script"))
     cases = of_kind(records, "case")
     if cases:
-        yield "| case | layer | step by parts | in training | | peak of the stage | in training | | NVML | training |"
-        yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+        yield "| case | layer | stage | by its parts | in training | | stage peak | training | | NVML | training |"
+        yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
     for one in cases:
         layer_s = next(iter(one["parts"].values()))
-        cells = [one["name"], seconds_text(layer_s), seconds_text(one["said_s"]), seconds_text(one["measured_s"])]
+        cells = [one["name"], *map(seconds_text, (layer_s, one["stage_s"], one["said_s"], one["measured_s"]))]
         cells += [_off(one["said_s"], one["measured_s"]), _mib(one["said_bytes"]), _mib(one["measured_bytes"])]
         cells += [_off(one["said_bytes"], one["measured_bytes"])]
         cells += [_mib(one["said_device_bytes"]), _mib(one["measured_device_bytes"])]

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -188,7 +189,7 @@ def run_part(part: Part, forward: Callable[[int], torch.Tensor], length: int, st
         part.backward(output)
         marks.append(stopwatch.mark())
     # Read the marks at the end, because reading waits for the device.
-    seconds = [*map(stopwatch.seconds, marks, marks[1:])]
+    seconds = [stopwatch.seconds(*pair) for pair in pairwise(marks)]
     return Run(sum(seconds[::2]), sum(seconds[1::2]))
 
 

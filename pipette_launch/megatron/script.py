@@ -223,7 +223,7 @@ def played_arguments(
         written = written.with_value("cuda_graph_warmup_steps", 1)
     if mocks_data:
         written = written.with_flag("--mock-data").with_value("num_workers", 0)
-        if not single_layers and (job.train_iters or PLAYED_STEPS) < PLAYED_STEPS and "train_iters" in dests:
+        if (job.train_iters or PLAYED_STEPS) < PLAYED_STEPS and "train_iters" in dests:
             written = written.with_value("train_iters", PLAYED_STEPS)
         if forces_balance(job):
             written = written.with_flag(FORCED_BALANCE)

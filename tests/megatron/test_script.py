@@ -234,7 +234,7 @@ def test_a_played_script_gets_a_layout_and_neither_data_nor_checkpoint() -> None
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
         "--micro-batch-size 4 --global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 128 "
         "--num-experts 2 --expert-model-parallel-size 1 --moe-layer-freq [0,1] --pipeline-model-parallel-size 1 "
-        "--fp8-format hybrid --lr 1e-3 --train-iters 5 --window-size 8,0 "
+        "--fp8-format hybrid --lr 1e-3 --train-iters 10 --window-size 8,0 "
         "--mock-data --num-workers 0 --moe-router-force-load-balancing --window-attn-skip-freq [1,0] "
         "--no-check-for-nan-in-loss-and-grad "
         "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"

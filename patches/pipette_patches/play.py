@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -289,28 +289,37 @@ def _as_rank(rank: int, world_size: int) -> Iterator[None]:
         # torch's compiler would otherwise keep its results in the program's temporary folder, which is deleted.
         INDUCTOR: os.environ.get(INDUCTOR) or f"{tempfile.gettempdir()}/torchinductor_{user}",
     }
-    before = {name: os.environ[name] for name in variables if name in os.environ}
     argv, path, main, stdin = list(sys.argv), list(sys.path), sys.modules["__main__"], sys.stdin
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    os.environ.update(variables)
     try:
-        with Path(os.devnull).open() as nothing:
+        with Path(os.devnull).open() as nothing, _environment(variables):
             sys.stdin = nothing
             yield
     finally:
-        for name in variables:
-            os.environ.pop(name, None)
-        os.environ.update(before)
         sys.argv[:], sys.path[:], sys.modules["__main__"], sys.stdin = argv, path, main, stdin
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def run_script(program: Program) -> None:
-    """Run a script or module as `python` itself would, in this process."""
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables during the block. Other variables that a script sets stay: Transformer Engine reads them later."""
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+def run_script(program: Program, **variables: str) -> None:
+    """Run a script or module as `python` itself would, in this process, with more variables in its environment."""
     code, main = load(program)
     sys.modules["__main__"] = main
-    exec(code, vars(main))  # noqa: S102
+    with _environment(variables):
+        exec(code, vars(main))  # noqa: S102
 
 
 _LOSSES = {

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from pipette_launch.facts import Job, Layout
+from pipette_launch.facts import Device, Job, Layout
 from pipette_launch.facts.job import ENGINE, GRAPHS, LOCAL, PRECISION
 from pipette_launch.megatron.performance import performance_options
-from pipette_launch.megatron.script import FORCED_BALANCE, forces_balance, played_arguments
+from pipette_launch.megatron.script import FORCED_BALANCE, environment, forces_balance, played_arguments
 from pipette_launch.probe.messages import WarmupOrder
 from pipette_patches.play import run_script
 from pipette_patches.run import Program
@@ -27,6 +27,7 @@ class OwnScript:
     """True if the script uses Megatron-LM's trainer, which can train on mock data."""
     captures: bool = False
     """True if the script captures CUDA graphs of its layers while it is measured."""
+    device: Device | None = None
 
     @classmethod
     def of(cls, options: WarmupOrder) -> OwnScript | None:
@@ -41,7 +42,8 @@ class OwnScript:
         # A graph of a whole iteration has no layers, and Megatron 0.14 has no function that deletes graphs.
         graphs = performance_options(options.job).graphs.impl in (LOCAL, ENGINE) and options.job.release > (0, 14)
         captures = graphs and options.device_kind == "cuda"
-        return cls(program=program, mocks_data="megatron.training" in text, captures=captures)
+        has_mocks, device = "megatron.training" in text, options.device(0)
+        return cls(program=program, mocks_data=has_mocks, captures=captures, device=device)
 
     def timed_flags(self, job: Job) -> tuple[str, ...]:
         """Return the flags of precision and graphs that layers from the script have, but not layers from flags."""
@@ -64,4 +66,9 @@ class OwnScript:
     def _run(self, job: Job, layout: Layout, *, single_layers: bool) -> Callable[[], None]:
         own = {"mocks_data": self.mocks_data, "captures": self.captures}
         words = played_arguments(self.program.arguments, job=job, layout=layout, single_layers=single_layers, **own)
-        return partial(run_script, replace(self.program, arguments=words))
+        needed: dict[str, str] = {}
+        options = performance_options(job)
+        if self.device is not None and not (options.use_megatron_fsdp or options.use_torch_fsdp2):
+            # Megatron refuses tensor parallelism on GPUs before Blackwell without this variable, and FSDP with it.
+            needed = environment(layout, device_kind=self.device.kind, device_name=self.device.name)
+        return partial(run_script, replace(self.program, arguments=words), **needed)

@@ -386,7 +386,8 @@ def test_a_flag_that_is_not_priced_is_named(flag: str) -> None:
         )
     )
 
-    assert [flag] == [note.partition(" is ")[0] for note in notes if note not in without]
+    more = [note for note in notes if note not in without and not note.startswith("Layers were timed")]
+    assert [flag] == [note.partition(" is ")[0] for note in more]
     assert not any("predicted step time" in note for note in without)
 
 

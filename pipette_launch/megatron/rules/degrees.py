@@ -6,12 +6,14 @@ Each function gets only the axes that it needs, so that a search can prune one a
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import HybridLayers
 from pipette_launch.facts.co_location import expert_block, tensor_block
 from pipette_launch.facts.job import ITERATION, LOCAL, SHARDS_GRADIENTS, flag_of
 from pipette_launch.facts.layout import Degrees
+from pipette_launch.facts.model import KINDS_WITH_EXPERTS
 from pipette_launch.megatron.chunks import FIRST_CUT_PATTERNS
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule, Rules
 
@@ -259,11 +261,14 @@ def chunks_faults(rules: Rules, pp: int, vpp: int, layers_per_chunk: tuple[int, 
         divides = len(layers_per_chunk) == pp * vpp and sum(layers_per_chunk) == model.num_layers
     else:
         divides = model.num_layers % (pp * vpp) == 0
+    if not divides:
+        yield BrokenRule(f"pp*vpp does not divide num_layers={model.num_layers}", ("pp", "layers_per_chunk"))
+    elif not _reports_losses(rules, pp, layers_per_chunk or (model.num_layers // (pp * vpp),) * pp * vpp):
+        reason = "before 0.17, auxiliary losses with multi-token prediction need experts on each pipeline rank"
+        yield BrokenRule(reason, ("pp", "layers_per_chunk", "mtp_num_layers"), is_refused=False)
     if model.hybrid and rules.release < FIRST_CUT_PATTERNS and (vpp > 1 or layers_per_chunk):
         reason = "before 0.17 hybrid models have no virtual stages, and equally many layers on each stage"
         yield BrokenRule(reason, ("pp", "layers_per_chunk"))
-    if not divides:
-        yield BrokenRule(f"pp*vpp does not divide num_layers={model.num_layers}", ("pp", "layers_per_chunk"))
     if vpp > 1 and pp == 2 and not options.overlap_p2p_comm:
         reason = f"{flag_of('overlap_p2p_comm')} allows virtual stages only with pp > 2"
         yield BrokenRule(reason, ("pp", "vpp"), "use a pipeline of more than 2 ranks, or remove one of them")
@@ -278,6 +283,22 @@ def chunks_faults(rules: Rules, pp: int, vpp: int, layers_per_chunk: tuple[int, 
     if vpp == 1 and options.overlap_param_gather_with_optimizer_step:
         reason = f"{flag_of('overlap_param_gather_with_optimizer_step')} needs virtual stages"
         yield BrokenRule(reason, (), f"remove it, or {_ADD_STAGES}")
+
+
+def _reports_losses(rules: Rules, pp: int, layers_per_chunk: tuple[int, ...]) -> bool:
+    """Return False if Megatron hangs when it adds up the auxiliary losses of experts for its log.
+
+    Until 0.16 a pipeline rank without experts makes a table without the prediction layers, and so all ranks sum tables
+    of different lengths (moe_utils.py, track_moe_metrics; seen with 0.16.1).
+    """
+    model, options = rules.job.model, rules.options
+    has_losses = any(options.moe_aux_loss_coeff) or options.moe_z_loss_coeff is not None
+    if rules.release >= (0, 17) or not (has_losses and model.num_experts and model.mtp_num_layers):
+        return True
+    chunks = zip(layers_per_chunk, accumulate(layers_per_chunk), strict=True)
+    kinds = [{*model.layer_kinds[end - size : end]} for size, end in chunks]
+    kinds[-1] |= {*model.prediction_kinds}
+    return not any(set().union(*kinds[rank::pp]).isdisjoint(KINDS_WITH_EXPERTS) for rank in range(pp))
 
 
 def batch_faults(rules: Rules, dp: int, micro_batch_size: int) -> Broken:

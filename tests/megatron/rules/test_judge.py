@@ -15,6 +15,7 @@ CP, ETP = "--context-parallel-size", "--expert-tensor-parallel-size"
 STAGES = "--num-virtual-stages-per-pipeline-rank"
 ONE = "change one of them"
 
+DENSE_STAGE = f"--position-embedding-type rope --num-layers 4 --num-experts 8 --mtp-num-layers 1 --moe-aux-loss-coeff 1e-2 {PP} 2"
 FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
 
 
@@ -124,6 +125,10 @@ def test_the_planner_and_the_reader_judge_alike(words: str, flags: str, reason: 
             f"--num-experts 8 --disable-bias-linear --sequence-parallel {TP} 2 --expert-tensor-parallel-size 1",
             "before 0.19 expert gradients are not summed over tp if ep = 1 and etp is not tp",
         ),
+        (
+            f"{DENSE_STAGE} --moe-layer-freq [0]*2+[1]*2",
+            "before 0.17, auxiliary losses with multi-token prediction need experts on each pipeline rank",
+        ),
     ],
 )
 def test_what_starts_and_goes_wrong_later_is_predicted_with_a_note(words: str, reason: str) -> None:
@@ -135,6 +140,21 @@ def test_what_starts_and_goes_wrong_later_is_predicted_with_a_note(words: str, r
     assert reason == broken.reason
     assert reason in asked.notes[-1]
     assert asked.notes[-1].endswith("; Megatron itself does not stop")
+
+
+@pytest.mark.parametrize(
+    ("words", "version"),
+    [
+        ("--moe-layer-freq [0]*1+[1]*3", "0.16.1"),
+        ("--moe-layer-freq [0]*2+[1]*2", "0.17.1"),
+        ("--moe-layer-freq [0]*2+[1]*2 --num-layers-per-virtual-pipeline-stage 1", "0.16.1"),
+    ],
+)
+def test_ranks_that_report_equal_tables_of_losses_are_planned(words: str, version: str) -> None:
+    """Each pipeline rank has experts, in one of its chunks, or the release makes tables of one length."""
+    asked = job(f"{DENSE_STAGE} {words}", version=version)
+
+    assert broken_rule(Rules.of(asked, device_kind="cuda"), asked.own) is None
 
 
 def test_an_error_without_flags_begins_with_the_reason() -> None:

@@ -626,7 +626,7 @@ class Coordinator:
         following = replace(
             following,
             script_arguments=self._script.words(job, layout),
-            environment=self._script.environment(layout, plan.device_kind, is_own=choice is None),
+            environment=self._script.environment(job, layout, plan.device_kind, is_own=choice is None),
             patches=self.planner.patches,
         )
         # The check comes before trials, because trials with a device order that the check rejects would be useless.
@@ -666,5 +666,5 @@ class Coordinator:
             words = self._script.words(planner.job, planner.job.own)
         except PipetteError:
             return following
-        needed = self._script.environment(planner.job.own, planner.device_kind, is_own=True)
+        needed = self._script.environment(planner.job, planner.job.own, planner.device_kind, is_own=True)
         return replace(following, script_arguments=words, environment=needed)

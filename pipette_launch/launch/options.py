@@ -155,9 +155,9 @@ class Script:
         """Return the script's arguments with the flags of a layout."""
         return megatron.write_arguments(self._options.script_arguments, job=job, layout=layout)
 
-    def environment(self, layout: Layout, device_kind: str, *, is_own: bool) -> dict[str, str]:
+    def environment(self, job: Job, layout: Layout, device_kind: str, *, is_own: bool) -> dict[str, str]:
         """Return the variables that a layout needs; the user's own layout keeps the user's own variables."""
-        needed = megatron.environment(layout, device_kind=device_kind, device_name=self.device_name)
+        needed = megatron.environment(job, layout, device_kind=device_kind, device_name=self.device_name)
         return {name: value for name, value in needed.items() if not is_own or name not in self._environ}
 
     def leave_record(self, plan: Plan, choice: Choice | None) -> None:

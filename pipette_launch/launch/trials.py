@@ -327,5 +327,5 @@ class TrialCoordinator:
         choice = following.choice
         layout = choice.layout if choice else job.own
         words, _ = megatron.trial_arguments(self._script.words(job, layout), job.megatron_version)
-        environment = self._script.environment(layout, plan.device_kind, is_own=choice is None)
+        environment = self._script.environment(job, layout, plan.device_kind, is_own=choice is None)
         return replace(following, script_arguments=words, environment=environment)

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from megatron_lines import SMALL
+from megatron_lines import SMALL, job
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Layout
@@ -114,7 +114,22 @@ def _no_megatron(script: str, environ: object) -> str:
 )
 def test_connections_follow_the_layout(layout: Layout, kind: str, name: str, expected: dict[str, str]) -> None:
     """Tensor or context parallelism before Blackwell needs one connection; other layouts need no variable."""
-    assert expected == environment(layout, device_kind=kind, device_name=name)
+    assert expected == environment(job(), layout, device_kind=kind, device_name=name)
+
+
+EXPERTS = "--num-experts 8 --disable-bias-linear --bf16 --moe-token-dispatcher-type alltoall"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor",
+        f"{EXPERTS} --overlap-moe-expert-parallel-comm",
+    ],
+)
+def test_connections_stay_the_users_where_megatron_does_not_need_one(words: str) -> None:
+    """FSDP refuses one connection, and the overlap of expert exchanges leaves the choice to the user."""
+    assert {} == environment(job(words), Layout(tp=2, etp=2), device_kind="cuda", device_name="NVIDIA H200")
 
 
 SUSPICIOUS = re.compile(

@@ -67,8 +67,6 @@ class OwnScript:
         own = {"mocks_data": self.mocks_data, "captures": self.captures}
         words = played_arguments(self.program.arguments, job=job, layout=layout, single_layers=single_layers, **own)
         needed: dict[str, str] = {}
-        options = performance_options(job)
-        if self.device is not None and not (options.use_megatron_fsdp or options.use_torch_fsdp2):
-            # Megatron refuses tensor parallelism on GPUs before Blackwell without this variable, and FSDP with it.
-            needed = environment(layout, device_kind=self.device.kind, device_name=self.device.name)
+        if self.device is not None:
+            needed = environment(job, layout, device_kind=self.device.kind, device_name=self.device.name)
         return partial(run_script, replace(self.program, arguments=words), **needed)

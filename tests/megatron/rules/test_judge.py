@@ -15,7 +15,9 @@ CP, ETP = "--context-parallel-size", "--expert-tensor-parallel-size"
 STAGES = "--num-virtual-stages-per-pipeline-rank"
 ONE = "change one of them"
 
-DENSE_STAGE = f"--position-embedding-type rope --num-layers 4 --num-experts 8 --mtp-num-layers 1 --moe-aux-loss-coeff 1e-2 {PP} 2"
+DENSE_STAGE = (
+    f"--position-embedding-type rope --num-layers 4 --num-experts 8 --mtp-num-layers 1 --moe-aux-loss-coeff 1e-2 {PP} 2"
+)
 FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
 
 

@@ -9,11 +9,11 @@ from functools import lru_cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from pipette_launch.errors import MegatronError
-from pipette_launch.facts import Job
+from pipette_launch.facts import Job, files
 from pipette_launch.facts.job import SCRIPT_ONLY, PerformanceOptions
 from pipette_launch.facts.model import UNMODELLED
 from pipette_launch.megatron.chunks import HYBRID_SPECS, PATTERN_DESTS
-from pipette_launch.megatron.flags import Arguments, releases
+from pipette_launch.megatron.flags import Arguments, flag_defaults, releases
 
 _ITEM_TYPES = {
     name: get_args(hint)[0] if get_origin(hint) is tuple else None
@@ -21,19 +21,15 @@ _ITEM_TYPES = {
     if name in {option.name for option in fields(PerformanceOptions)}
 }
 """Type of each item of an option with several values. The type is `None` for options with one value."""
-_UNPRICED = (
-    "attention_output_gate bias_dropout_fusion bias_gelu_fusion calculate_per_token_loss "
-    "check_for_nan_in_loss_and_grad ddp_average_in_collective ddp_bucket_size ddp_num_buckets "
-    "ddp_reduce_scatter_with_fp32_accumulation delay_wgrad_compute deterministic_mode fp4_param "
-    "high_priority_stream_groups main_grads_dtype mlp_chunks_for_training moe_apply_probs_on_input "
-    "moe_layer_recompute moe_router_enable_expert_bias "
-    "moe_router_topk_scaling_factor moe_token_drop_policy no_persist_layer_norm overlap_cpu_optimizer_d2h_h2d "
-    "qk_layernorm reset_attention_mask reset_position_ids reuse_grad_buf_for_mxfp8_param_ag rope_type softmax_type "
-    "symmetric_ar_type use_flash_attn use_ring_exchange_p2p window_size"
-).split()
-"""Options that no prediction uses. Jobs that differ in one of these options must not share plans or measurements."""
-DESTS = {*_ITEM_TYPES, *_UNPRICED}
-"""Destinations of the flags that `Job.performance_flags` contains."""
+_READ_ELSEWHERE = "calculate_per_token_loss moe_layer_recompute qk_layernorm reset_attention_mask window_size".split()
+EFFECTS = {row["flag"]: row["effect"] for row in files.table("pipette_launch.megatron", "effects")}
+"""Effect of each flag that no prediction and no plan reads, by destination, in the words of `docs/script_flags.md`."""
+NOT_PRICED = [dest for dest, effect in EFFECTS.items() if effect == "not priced"]
+DESTS = {*_ITEM_TYPES, *_READ_ELSEWHERE, *NOT_PRICED, *(dest for dest in EFFECTS if EFFECTS[dest] == "small")}
+"""Destinations of the flags that `Job.performance_flags` contains.
+
+Jobs that differ in one of these flags must not share plans or measurements.
+"""
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables with allocator options. The first variable that is set counts, even if its text is empty."""
 EXPANDABLE = "expandable_segments"
@@ -47,6 +43,13 @@ def performance_flags(arguments: Arguments, *, every: bool = False) -> tuple[str
         if token.flag and (every or token.flag.dest in DESTS or token.flag.dest in unmodelled(arguments))
     }
     return tuple(sorted(last.values()))
+
+
+def unpriced_note(arguments: Arguments) -> str:
+    """Return a note on given flags that change time or memory, but no prediction; an empty text without such flags."""
+    defaults = flag_defaults(arguments.version)
+    shown = ", ".join(arguments.shown(dest) for dest in NOT_PRICED if arguments.get(dest) != defaults.get(dest))
+    return f"not priced, so time and memory are predicted as without these flags: {shown}" if shown else ""
 
 
 def unmodelled(arguments: Arguments) -> list[str]:

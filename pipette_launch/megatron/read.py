@@ -16,7 +16,7 @@ from pipette_launch.megatron.checkpoint_files import checkpoint_folder, with_che
 from pipette_launch.megatron.flags import Arguments, release_of
 from pipette_launch.megatron.layout import read_layout, read_stand_in
 from pipette_launch.megatron.model import check_required, read_model
-from pipette_launch.megatron.performance import allocator_config, performance_flags, unmodelled
+from pipette_launch.megatron.performance import allocator_config, performance_flags, unmodelled, unpriced_note
 from pipette_launch.megatron.pins import check_planned, fixed_fields, foreign_pins, pins
 from pipette_launch.megatron.rules.judge import check_flags, check_formats, check_own
 from pipette_launch.megatron.script import Foreign, foreign_model
@@ -140,7 +140,7 @@ class _Reader:
             raise MegatronError(own.doubt)
         notes = [self.checkpoint_note, vocabulary.note, *own.notes]
         notes += _notes(given, own.layout, found.layout, own.refusal)
-        notes += [needless, *flags.unknown_note(given)] if starts_nothing else []
+        notes += [needless, *flags.unknown_note(given), unpriced_note(given)] if starts_nothing else []
         notes += [unseen_note(given)] if starts_nothing and self.for_planning else []
         if self.fixed:
             notes.append(f"The plan keeps these parts of your layout, as you asked: {', '.join(self.fixed)}.")

@@ -122,6 +122,50 @@ def test_megatrons_own_example() -> None:
     assert (ours(*case) is None) == (release_of(VERSION) == (0, 15))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ELL",
+        "Et*15|t*15|t*16|t*15L",
+        "Et*2|(t*2|)*34,t*3|(t*2|)*3,tL",
+        "Et*2|(tt|)*29,t|mL",
+        "Et*2|(tt|)*5t|tmL",
+        "Et*3|(tt|)*29,m|L",
+        "Et*3|(tt|)*29m|L",
+        "Et*3|(tt|)*6L",
+        "Et*3|(tt|)*6mL",
+        "Et*3|(tt|)*6tmL",
+        "Et*4|(t*4|)*14tmL",
+        "Et*4|(t*7|)*5t*8|tmL",
+        "Et*4|(tttt|)*14tmL",
+        "Et*7|t*7mL",
+        "Etttttt|ttttmL",
+        "Ettt|(tt|)*29,m|L",
+        "Et|(tt|)*30L",
+        "Et|(tt|)*30mL",
+        "Et|(tt|)*6mL",
+        "Et|m|L",
+        "Et|t*4|t|tL",
+        "E|(tt|)*2,(t|)*4,mL",
+        "E|(t|)*3,m|m||L",
+        "E|t*3|(t|)*3tt|m|L",
+        "E|t*3|(t|)*4tm|L",
+        "E|t*3|(t|)*5mL",
+        "E|t*6|t|L",
+        "E|t|t*2|t||(t|)*2,t*2,L",
+        "E||t|L",
+    ],
+)
+def test_layouts_of_recipes_are_read_as_by_megatron(text: str) -> None:
+    """Layouts that recipes and tests of Megatron name, with every size of the pipeline that divides the stages."""
+    stages = LAYOUTS.parse_str_to_list(text)
+    names = [kind.name for stage in stages for kind in stage]
+    for pp in (size for size in range(1, len(stages) + 1) if len(stages) % size == 0):
+        for depths in {0, 1, names.count("mtp")}:
+            case = (text, pp, names.count("decoder"), depths)
+            assert theirs(*case) == ours(*case)
+
+
 def built(pp: int, vpp: int, fields: dict[str, Any]) -> tuple[int, ...] | None:
     """Layers that each chunk builds, by the trainer's division and megatron-core; None where either refuses."""
     from megatron.core import parallel_state

@@ -188,3 +188,22 @@ def test_torch_refuses_the_same_values(config: str) -> None:
         assert is_taken
     except MegatronError:
         assert not is_taken
+
+
+def test_flags_without_a_price_get_one_note() -> None:
+    """Flags with another value than Megatron's default are named together; a launched job measures them instead."""
+    flags = "--flash-attention-version 2 --moe-hybridep-num-sms 24 --distributed-backend nccl --log-params-norm"
+    words, found = [*SMALL, *flags.split()], []
+    for is_launched in (False, True):
+        job = read_job(
+            words,
+            world_size=8,
+            megatron_version="0.19.0",
+            device_kind="cuda",
+            for_prediction=True,
+            is_launched=is_launched,
+        )
+        found.append([note for note in job.notes if note.startswith("not priced")])
+
+    named = "--flash-attention-version 2, --moe-hybridep-num-sms 24"
+    assert found == [[f"not priced, so time and memory are predicted as without these flags: {named}"], []]

@@ -239,6 +239,7 @@ UNPRICED: tuple[tuple[str, frozenset[bool | str], str], ...] = (
     ("optimizer_cpu_offload", frozenset({True}), "the optimizer is priced as on the device, and the step is too short"),
     ("use_sharp", frozenset({True}), f"{_NCCL_DEFAULTS} long"),
     ("nccl_ub", frozenset({True}), f"{_NCCL_DEFAULTS} long"),
+    ("moe_flex_dispatcher_backend", frozenset({"ncclep"}), "exchanges of experts are priced as with DeepEP"),
     ("nccl_communicator_config_path", frozenset(), f"{_NCCL_DEFAULTS} long or too short"),
 )
 """Triples of a performance option, its values that change the step but not the prediction, and the effect. An empty

@@ -117,14 +117,14 @@ def test_connections_follow_the_layout(layout: Layout, kind: str, name: str, exp
     assert expected == environment(job(), layout, device_kind=kind, device_name=name)
 
 
-EXPERTS = "--num-experts 8 --disable-bias-linear --bf16 --moe-token-dispatcher-type alltoall"
+EXPERTS = "--num-experts 8 --disable-bias-linear --bf16 --expert-model-parallel-size 2"
 
 
 @pytest.mark.parametrize(
     "words",
     [
         "--use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor",
-        f"{EXPERTS} --overlap-moe-expert-parallel-comm",
+        f"{EXPERTS} --moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm",
     ],
 )
 def test_connections_stay_the_users_where_megatron_does_not_need_one(words: str) -> None:

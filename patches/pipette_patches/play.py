@@ -147,8 +147,10 @@ def _random_documents(
     if not _playing or path is not None:
         return original(builder, path, split, sizes, *args, **kwargs)
     few = [size and min(size, MOST_SAMPLES) for size in sizes]
-    # On other ranks, data sets would wait for files that rank 0 writes.
-    with mock.patch.object(dist, "get_rank", return_value=0):
+    # On other ranks, data sets would wait for files that rank 0 writes. Ranks in groups stay, because they decide which
+    # model chunks read data.
+    rank_in = dist.get_rank
+    with mock.patch.object(dist, "get_rank", lambda group=None: rank_in(group) if group is not None else 0):
         return original(builder, _documents(builder.config.sequence_length), split, few, *args, **kwargs)
 
 

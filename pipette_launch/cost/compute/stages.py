@@ -36,9 +36,9 @@ USUAL_SPREAD, LAYOUT_SPREAD = 0.15, 0.05
 
 
 class StageFactors(NamedTuple):
-    """Measured seconds of whole stages, divided by the sum of the seconds of the stages' layers and ends.
+    """Measured seconds of whole stages, divided by the sum of the seconds of the stages' layers, ends and waits.
 
-    Layers that are timed alone find warm caches, and lack the code between passes and the sum of gradients.
+    Layers that are timed alone lack the code between passes, the sum of gradients, and what other layers do to caches.
     """
 
     usual: float = 1.0
@@ -71,7 +71,7 @@ class StageFactors(NamedTuple):
             by_shape[shape] = tuple(map(math.exp, own))
         note = (
             f"Compute times of layers are multiplied by {usual:.3f}: {len(logs)} whole stages took "
-            f"{math.exp(min(logs)):.2f} to {math.exp(max(logs)):.2f} times the sum of their layers."
+            f"{math.exp(min(logs)):.2f} to {math.exp(max(logs)):.2f} times the sum of their parts."
         )
         return cls(usual, by_shape, note)
 
@@ -167,6 +167,7 @@ class ComputeTable:
         ratios = [*self._ratios(measurements.timed_stages_of(job), measurements.cluster.slot_speed)]
         self.factors = StageFactors.of(ratios, READING_ERROR[self.device_kind])
         self._scaled.clear()
+        self.wake *= self.factors.usual
         self._passes = {key: one * self.factors.usual for key, one in self._passes.items()}
         for parts in self._shared.values():
             parts.update({name: one * self.factors.usual for name, one in parts.items()})
@@ -219,18 +220,14 @@ class ComputeTable:
 
         Raises PlanError if no case with the layout's tp was measured.
         """
-        chunks = self._unwaiting(layout)
+        chunks = self._unloaded(layout, layout.num_microbatches(self._job.batch.global_batch_size))
         factors = self.factors.by_shape.get(_shape(layout), (1.0,))
-        chunks = [chunk * factors[index % len(factors)] for index, chunk in enumerate(chunks)]
         loaded = Passes(forward_s=self._loading.seconds(layout.micro_batch_size))
         # If the pipeline has a single stage, the time for loading its tokens already includes loading its labels.
         readers = {0, layout.num_chunks - 1, *((layout.mtp_chunk,) if layout.chunks_after_mtp else ())}
-        # In a pipeline each rank waits for a message before each pass of a chunk. A rank without a pipeline waits once
-        # a step, for the exchange of gradients. A wait costs processor time: a step of four ranks on two cores took
-        # 24.2 ms with exchanges and 19.6 ms without exchanges.
-        waits = 1.0 if layout.pp > 1 else 1 / layout.num_microbatches(self._job.batch.global_batch_size)
         return tuple(
-            chunk + self.wake * waits + (loaded if index in readers else Passes()) for index, chunk in enumerate(chunks)
+            chunk * factors[index % len(factors)] + (loaded if index in readers else Passes())
+            for index, chunk in enumerate(chunks)
         )
 
     def _ratios(self, readings: Sequence[StageReading], speed: Sequence[float]) -> Iterator[tuple[Layout, int, float]]:
@@ -239,15 +236,15 @@ class ComputeTable:
             layout, case = reading.layout, case_of(reading.layout)
             if self.source(case) != case or case in self._origins:
                 continue
-            chunks = self._unwaiting(layout)[reading.pp_rank :: layout.pp]
+            chunks = self._unloaded(layout, reading.num_microbatches)[reading.pp_rank :: layout.pp]
             parts_s = sum(chunk.forward_s + chunk.backward_s + chunk.recompute_s for chunk in chunks)
             # The measured stage lacks the same flags as the timed layers.
             as_timed_s = parts_s / self._repriced.factors.get(case, 1.0)
             measured_s = speed[reading.slot] * reading.schedule_s / reading.num_microbatches
             yield layout, reading.pp_rank, measured_s / as_timed_s
 
-    def _unwaiting(self, layout: Layout) -> list[Passes]:
-        """Return the passes of one micro-batch on each chunk in model order, without loading and waits."""
+    def _unloaded(self, layout: Layout, num_microbatches: int) -> list[Passes]:
+        """Return the passes of one micro-batch on each chunk in model order, without the loading of batches."""
         model, part = self._job.model, self._passes_of(layout)
         chunks, first = [], 0
         seen: dict[tuple[LayerKind, ...], Passes] = {}
@@ -263,7 +260,11 @@ class ComputeTable:
         head, prediction = self._ends(layout, part)
         chunks[-1] += head
         chunks[layout.mtp_chunk] += prediction
-        return chunks
+        # In a pipeline each rank waits for a message before each pass of a chunk. A rank without a pipeline waits once
+        # a step, for the exchange of gradients. A wait costs processor time: a step of four ranks on two cores took
+        # 24.2 ms with exchanges and 19.6 ms without exchanges.
+        waits = 1.0 if layout.pp > 1 else 1 / num_microbatches
+        return [chunk + self.wake * waits for chunk in chunks]
 
     def unit_passes(self, layout: Layout) -> tuple[Passes, ...]:
         """Return the passes of each unit that `chunk_passes` adds up; 0 s for kinds of layers that the model lacks.

@@ -498,7 +498,8 @@ class StageBench(Bench):
         job, kind = self.options.job, self.options.device_kind
         try:
             run = partial(whole_stage.run_stage, job, case.layout, case.pp_rank, device_kind=kind)
-            runs.append(run(stopwatch=stopwatch_for(kind), **self._program("for_stages")))
+            wait_s = WAIT_S if kind == "cpu" else 0.0
+            runs.append(run(stopwatch=stopwatch_for(kind), wait_s=wait_s, **self._program("for_stages")))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -294,12 +294,16 @@ def test_all_layouts_get_the_usual_factor() -> None:
         assert [one.backward_s for one in found.chunk_passes(layout)] == pytest.approx([usual * each for each in plain])
 
 
-def test_loading_and_waits_are_not_multiplied() -> None:
-    """A stage that runs alone has its batches at hand, and waits for nobody."""
-    slow = with_readings(reading(1, 2 * 3e-3 * 1.5), loading=LoadingTime(batch_s=1.0, sample_s=0.0), wake_s=2.0)
+def test_waits_count_on_both_sides_and_loading_on_neither() -> None:
+    """A stage of 3 ms and 1 ms of waits that took 4 ms needs no factor; it has its batches at hand."""
+    found = with_readings(reading(1, 2 * 4e-3), loading=LoadingTime(batch_s=1.0, sample_s=0.0), wake_s=1e-3)
+    plain = with_readings(loading=LoadingTime(batch_s=1.0, sample_s=0.0), wake_s=1e-3)
+    alone = with_readings(reading(0, 2 * 14.5e-3, Layout(dp=4)), wake_s=1e-3)
 
-    assert 2.0 < slow.chunk_passes(PIPELINE)[0].forward_s < 2.01
-    assert 1.0 < slow.chunk_passes(PIPELINE)[1].forward_s < 1.01
+    assert pytest.approx(1.0) == found.factors.usual
+    assert milliseconds(plain.chunk_passes(PIPELINE)) == milliseconds(found.chunk_passes(PIPELINE))
+    # A rank without a pipeline waits once in its two micro-batches: 4 layers of 3 ms, 0.3 + 1.5 ms, and 1 ms / 2.
+    assert pytest.approx(14.5 / 14.3) == alone.factors.usual ** (1 / (0.15**2 / (0.15**2 + 0.08**2)))
 
 
 @pytest.mark.parametrize("changes", [{"job_digest": "another job"}, {"num_microbatches": 0}])

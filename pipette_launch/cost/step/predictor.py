@@ -217,10 +217,10 @@ NOT_MODELLED = (
     "Aligned starts of overlapped gradient reduction on all pipeline ranks.",
     "Reductions of the gradient norm, and of the gradients of norms and learned positions.",
     "Exchanges of routing (probabilities, maps, numbers of tokens), and broadcasts of the batch over tp.",
-    "Megatron's own code between the passes of micro-batches, about 1 ms of a CPU for each pass.",
-    "The gradient of the whole embedding table, which Megatron adds up for each micro-batch.",
+    "Without measured stages: Megatron's own code between the passes, about 1 ms of a CPU for each pass.",
+    "Without measured stages: the gradient of the embedding table, which Megatron adds up for each micro-batch.",
     "Random numbers for dropout inside flash attention.",
-    "On measured machines: clearing, checking and scaling gradients, and logging and other host work of a step.",
+    "On measured machines: logging and other host work of a step outside of its schedule and optimizer.",
     "Evaluation, checkpoints, and data loading, except for Megatron-LM's own trainer on CPUs.",
 )
 """Effects that the predicted step time leaves out, one sentence each."""

@@ -29,10 +29,25 @@ STAGE_FIELDS: tuple[Field, ...] = ("tp", "pp", "cp", "ep", "etp", "vpp", "micro_
 STAGE_FIELDS += ("layers_per_chunk", "chunks_after_mtp", "recompute")
 """Fields of a layout that decide the compute time of its stages."""
 _shape = attrgetter(*STAGE_FIELDS)
-READING_ERROR = {"cpu": 0.08, "cuda": 0.02}
-"""Relative standard error of the measured seconds of one stage. On a CPU the speed of a core changes within seconds."""
-USUAL_SPREAD, LAYOUT_SPREAD = 0.15, 0.05
-"""Standard deviations of true factors: the usual factor of a job from 1, and of a stage from the job's usual factor."""
+
+
+class Spreads(NamedTuple):
+    """Standard deviations, as shares, by which measured and true seconds of stages differ from the sums of parts."""
+
+    one: float
+    """Error of a single measured stage. On a CPU the speed of a core changes within seconds."""
+    all: float
+    """Error that all measured stages of a warm-up have in common."""
+    usual: float
+    """True deviation of a job's stages from the sums of their parts."""
+    stage: float = 0.05
+    """True deviation of a single stage from the usual stage of the job."""
+
+
+SPREADS = {"cpu": Spreads(one=0.08, all=0.05, usual=0.03), "cuda": Spreads(one=0.02, all=0.01, usual=0.1)}
+"""Spreads by the kind of device. Those of CPUs fit 32 steps of NVIDIA's script on three networks of the laboratory: a
+stage that was measured twice differed by 18 %, and trained steps took 0.99 to 1.06 times the sums of their parts. Those
+of GPUs are assumed."""
 
 
 class StageFactors(NamedTuple):
@@ -48,27 +63,27 @@ class StageFactors(NamedTuple):
     note: str = ""
 
     @classmethod
-    def of(cls, ratios: Sequence[tuple[Layout, int, float]], error: float) -> StageFactors:
+    def of(cls, ratios: Sequence[tuple[Layout, int, float]], spreads: Spreads) -> StageFactors:
         """Return the factors from measured (layout, pipeline rank, ratio of measured to predicted seconds).
 
-        `error` is the relative standard error of a ratio; ratios that scatter more have a larger error. A measured
-        factor counts by its certainty: the logarithm of a factor whose true value has the variance p, and whose
-        measured value has the error variance e, is multiplied by p / (p + e). An unmeasured stage has the mean factor
-        of its layout's measured stages.
+        A measured factor counts by its certainty: the logarithm of a factor whose true value has the variance p, and
+        whose measured value has the error variance e, is multiplied by p / (p + e). Ratios that scatter by more than
+        `spreads.one` have this larger error. An unmeasured stage has the mean factor of its layout's measured stages.
         """
         if not ratios:
             return cls()
         logs = [math.log(ratio) for _, _, ratio in ratios]
-        middle, variance = statistics.median(logs), max(error**2, statistics.pvariance(logs))
-        usual = math.exp(_believed([middle] * len(logs), USUAL_SPREAD, variance))
+        middle, variance = statistics.median(logs), max(spreads.one**2, statistics.pvariance(logs))
+        usual = math.exp(middle * _certainty(spreads.usual, spreads.all**2 + variance / len(logs)))
         apart: dict[tuple[object, ...], list[list[float]]] = {}
         for (layout, rank, _), log in zip(ratios, logs, strict=True):
             apart.setdefault(_shape(layout), [[] for _ in range(layout.pp)])[rank].append(log - middle)
         by_shape = {}
         for shape, ranks in apart.items():
-            mean = _believed([log for rank in ranks for log in rank], LAYOUT_SPREAD, variance)
-            own = (_believed(rank, LAYOUT_SPREAD, variance) if rank else mean for rank in ranks)
-            by_shape[shape] = tuple(map(math.exp, own))
+            every = [log for rank in ranks for log in rank]
+            own = (statistics.mean(each) * _certainty(spreads.stage, variance / len(each)) for each in ranks if each)
+            mean = statistics.mean(every) * _certainty(spreads.stage, variance / len(every))
+            by_shape[shape] = tuple(math.exp(next(own) if each else mean) for each in ranks)
         note = (
             f"Compute times of layers are multiplied by {usual:.3f}: {len(logs)} whole stages took "
             f"{math.exp(min(logs)):.2f} to {math.exp(max(logs)):.2f} times the sum of their parts."
@@ -76,9 +91,8 @@ class StageFactors(NamedTuple):
         return cls(usual, by_shape, note)
 
 
-def _believed(values: Sequence[float], spread: float, error_variance: float) -> float:
-    """Return the mean of measured deviations times its certainty, if true deviations scatter around 0 by `spread`."""
-    return statistics.mean(values) * spread**2 / (spread**2 + error_variance / len(values))
+def _certainty(spread: float, error_variance: float) -> float:
+    return spread**2 / (spread**2 + error_variance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +155,8 @@ class ComputeTable:
                 self._shared.setdefault((case, ep, etp), {})[part] = one
             else:
                 self._passes[case, part] = one
+        self.knows_shares = bool(self._shared)
+        """True if the warm-up timed layers for several numbers of experts on a rank."""
         self._origins = {time.case: time.source for time in compute if time.source != "measured"}
         shares: dict[tuple[ComputeCase, str], list[float]] = {}
         for time in compute:
@@ -155,6 +171,8 @@ class ComputeTable:
         }
         offloads = performance_options(job).fine_grained_activation_offloading
         self._host_bytes_per_s = measurements.host_bytes_per_s if offloads else 0.0
+        self.copies_to_host = self._host_bytes_per_s > 0
+        """True if offloading copies activations to the host, so that passes depend on all degrees that cut tensors."""
         self._loading = measurements.loading or LoadingTime(batch_s=0.0, sample_s=0.0)
         self.wake = Passes(forward_s=measurements.wake_s / 2, backward_s=measurements.wake_s / 2)
         self._parts = ("embedding", "head", *sorted({*job.model.layer_kinds, *job.model.prediction_kinds})[::-1])
@@ -165,22 +183,12 @@ class ComputeTable:
         self.factors = StageFactors()
         """Factors of measured stages on the times of this table, which include the usual factor."""
         ratios = [*self._ratios(measurements.timed_stages_of(job), measurements.cluster.slot_speed)]
-        self.factors = StageFactors.of(ratios, READING_ERROR[self.device_kind])
+        self.factors = StageFactors.of(ratios, SPREADS[self.device_kind])
         self._scaled.clear()
         self.wake *= self.factors.usual
         self._passes = {key: one * self.factors.usual for key, one in self._passes.items()}
         for parts in self._shared.values():
             parts.update({name: one * self.factors.usual for name, one in parts.items()})
-
-    @property
-    def copies_to_host(self) -> bool:
-        """True if offloading copies activations to the host, so that passes depend on all degrees that cut tensors."""
-        return self._host_bytes_per_s > 0
-
-    @property
-    def knows_shares(self) -> bool:
-        """True if the warm-up timed layers for several numbers of experts on a rank."""
-        return bool(self._shared)
 
     def source(self, case: ComputeCase) -> ComputeCase | None:
         """Return the measured case whose times `case` uses: `case` itself, the nearest case of equal tp, or None."""

@@ -22,7 +22,6 @@ from pipette_launch.facts import (
     Job,
     LoadingTime,
     MemoryReading,
-    ModelSpec,
     Samples,
     StageReading,
 )
@@ -69,14 +68,6 @@ HEAP_FACTOR = 1.6
 (benchmarks/results/memory_cpu_*.md)."""
 
 
-def _layer_parameters(model: ModelSpec) -> tuple[int, int, int]:
-    """Return the matrix elements of a layer: attention, dense MLP, and all experts of an MoE layer."""
-    latent = model.latent_attention
-    attention = latent.weights(model.hidden_size, model.num_attention_heads) if latent else model.attention_parameters()
-    experts = model.num_experts * model.mlp_parameters(model.moe_ffn_hidden_size) if model.num_experts else 0
-    return attention, model.mlp_parameters(), experts
-
-
 def weight_bytes(job: Job, case: ComputeCase) -> int:
     """Return a lower bound of the bytes of one layer, embedding and head: weights, gradients, fp32 main gradients.
 
@@ -84,11 +75,13 @@ def weight_bytes(job: Job, case: ComputeCase) -> int:
     counts as one more layer.
     """
     model = job.model
-    attention, mlp, experts = _layer_parameters(model)
+    latent = model.latent_attention
+    attention = latent.weights(model.hidden_size, model.num_attention_heads) if latent else model.attention_parameters()
+    experts = model.num_experts * model.mlp_parameters(model.moe_ffn_hidden_size) if model.num_experts else 0
     tables = 2 if model.untie_embeddings_and_output_weights else 1
     table = model.padded_vocab_size(case.tp) * model.hidden_size
     layers = 2 if model.mtp_num_layers else 1
-    split = layers * (0 if experts else attention + mlp) + tables * table
+    split = layers * (0 if experts else attention + model.mlp_parameters()) + tables * table
     parameters = split // case.tp + layers * experts // job.own.ep
     return parameters * (2 * model.dtype_bytes + FP32_BYTES)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 
-from pipette_launch.cost.compute.stages import ComputeTable, Passes, StageFactors
+from pipette_launch.cost.compute.stages import SPREADS, ComputeTable, Passes, Spreads, StageFactors
 from pipette_launch.cost.layers.kinds import offloaded
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import (
@@ -246,6 +246,12 @@ def reading(pp_rank: int, schedule_s: float, layout: Layout = PIPELINE, **change
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
+def weight_on_cpus(count: int) -> float:
+    """Return the certainty of the usual factor of equal ratios."""
+    one, common, usual, _ = SPREADS["cpu"]
+    return usual**2 / (usual**2 + common**2 + one**2 / count)
+
+
 def with_readings(*readings: StageReading, **changes: object) -> ComputeTable:
     """The table of `table`, whose slot 0 is the only one, with stages that ran."""
     measured = replace(tiny_measurements(tiny_cluster(1, 1), (CASE, TWO)), stages=readings)
@@ -254,7 +260,7 @@ def with_readings(*readings: StageReading, **changes: object) -> ComputeTable:
 
 def test_an_exact_ratio_replaces_the_sum_of_the_parts() -> None:
     """Stages that took 1.1 times their parts give the usual factor 1.1, from which their own layout does not differ."""
-    exact = StageFactors.of([(PIPELINE, 0, 1.1), (PIPELINE, 3, 1.1)], error=1e-9)
+    exact = StageFactors.of([(PIPELINE, 0, 1.1), (PIPELINE, 3, 1.1)], Spreads(one=1e-9, all=0.0, usual=0.1))
 
     assert pytest.approx(1.1) == exact.usual
     assert [pytest.approx((1.0,) * 4)] == [*exact.by_shape.values()]
@@ -262,10 +268,13 @@ def test_an_exact_ratio_replaces_the_sum_of_the_parts() -> None:
 
 
 def test_a_factor_counts_by_its_certainty() -> None:
-    """Ratio 1.1 with an error of 0.15, as large as the spread of usual factors, counts half; two such count 2 / 3."""
-    one, two = (StageFactors.of([(PIPELINE, 0, 1.1)] * count, error=0.15).usual for count in (1, 2))
+    """An error as large as the spread of usual factors counts half; two such count 2 / 3; a common error stays."""
+    alone = Spreads(one=0.15, all=0.0, usual=0.15)
+    one, two = (StageFactors.of([(PIPELINE, 0, 1.1)] * count, alone).usual for count in (1, 2))
+    many = StageFactors.of([(PIPELINE, 0, 1.1)] * 10_000, Spreads(one=0.15, all=0.15, usual=0.15)).usual
 
     assert (1.1**0.5, 1.1 ** (2 / 3)) == pytest.approx((one, two))
+    assert pytest.approx(1.1**0.5, rel=1e-4) == many
 
 
 def test_a_stage_apart_from_the_usual_counts_by_its_certainty() -> None:
@@ -274,7 +283,7 @@ def test_a_stage_apart_from_the_usual_counts_by_its_certainty() -> None:
     The stages that were not run have the mean of the two that were, 0.025 in logs, of two readings: weight 0.75.
     """
     ratios = [(PIPELINE, 0, 1.0), (PIPELINE, 3, math.exp(0.05)), (Layout(dp=4), 0, math.exp(-0.05))]
-    found = StageFactors.of(ratios, error=0.01)
+    found = StageFactors.of(ratios, Spreads(one=0.01, all=0.0, usual=0.1))
     (pipeline,) = [factors for factors in found.by_shape.values() if len(factors) == 4]
 
     assert pytest.approx(1.0) == found.usual
@@ -286,9 +295,7 @@ def test_all_layouts_get_the_usual_factor() -> None:
     middles = [reading(rank, 2 * 3e-3 * 1.2) for rank in (1, 2)]
     found = with_readings(*middles, reading(0, 2 * 3.3e-3 * 1.2), reading(3, 2 * 4.5e-3 * 1.2))
     usual = found.factors.usual
-    weight = 0.15**2 / (0.15**2 + 0.08**2 / 4)
-
-    assert pytest.approx(1.2**weight) == usual
+    assert pytest.approx(1.2 ** weight_on_cpus(4)) == usual
     for layout in (PIPELINE, Layout(dp=4), Layout(pp=2, micro_batch_size=2)):
         plain = [one.backward_s for one in table(CASE, TWO).chunk_passes(layout)]
         assert [one.backward_s for one in found.chunk_passes(layout)] == pytest.approx([usual * each for each in plain])
@@ -303,7 +310,7 @@ def test_waits_count_on_both_sides_and_loading_on_neither() -> None:
     assert pytest.approx(1.0) == found.factors.usual
     assert milliseconds(plain.chunk_passes(PIPELINE)) == milliseconds(found.chunk_passes(PIPELINE))
     # A rank without a pipeline waits once in its two micro-batches: 4 layers of 3 ms, 0.3 + 1.5 ms, and 1 ms / 2.
-    assert pytest.approx(14.5 / 14.3) == alone.factors.usual ** (1 / (0.15**2 / (0.15**2 + 0.08**2)))
+    assert pytest.approx((14.5 / 14.3) ** weight_on_cpus(1)) == alone.factors.usual
 
 
 @pytest.mark.parametrize("changes", [{"job_digest": "another job"}, {"num_microbatches": 0}])

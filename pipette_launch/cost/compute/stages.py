@@ -45,9 +45,9 @@ class Spreads(NamedTuple):
 
 
 SPREADS = {"cpu": Spreads(one=0.08, all=0.05, usual=0.03), "cuda": Spreads(one=0.02, all=0.01, usual=0.1)}
-"""Spreads by the kind of device. Those of CPUs fit 32 steps of NVIDIA's script on three networks of the laboratory: a
-stage that was measured twice differed by 18 %, and trained steps took 0.99 to 1.06 times the sums of their parts. Those
-of GPUs are assumed."""
+"""Spreads by the kind of device. The spreads of CPUs fit steps of NVIDIA's script on networks of the laboratory. Stages
+took 1.00 to 1.15 times the sums of their parts on these networks, one stage differed by 18 % from its repetition, and
+trained steps took 0.97 to 1.06 times the steps that the parts predict. The spreads of GPUs are assumed."""
 
 
 class StageFactors(NamedTuple):

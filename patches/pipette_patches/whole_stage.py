@@ -71,8 +71,8 @@ def run_stage(
 
     `program` is the job's own script; None builds the model from the job's flags. `stopwatch` is a stopwatch of
     `probe.instruments`; None times no step. `wait_s` is a wait before each timed pass, in which caches cool down as in
-    training. If the script `captures` CUDA graphs after its first step, each step runs all micro-batches. A WorkloadError
-    says that Megatron or the script refuses the stage. Out-of-memory errors of torch are raised unchanged.
+    training. If the script `captures` CUDA graphs, each step runs all micro-batches. A WorkloadError says that Megatron
+    or the script refuses the stage. Out-of-memory errors of torch are raised unchanged.
     """
     every = layout.num_microbatches(job.batch.global_batch_size)
     num_microbatches = every if captures else enough_microbatches(layout, pp_rank, every)

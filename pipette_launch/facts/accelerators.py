@@ -198,7 +198,7 @@ _DGX_A100 = partial(Efficiency, launch_s=50e-6, step_s=48e-3)
 _DGX_H100 = partial(Efficiency, launch_s=50e-6, step_s=31e-3)
 # Blackwell's faster memory helps norms and activations less than its data sheet promises, and the Triton scan kernels
 # not at all: a scan share of 0.32 would give the same speed as 0.76 on an H100.
-_ANY_BLACKWELL = partial(_DGX_H100, attention_share=0.45, memory_share=0.58, scan_share=0.23, half_size=192)
+_ANY_BLACKWELL = partial(_DGX_H100, attention_share=0.45, memory_share=0.58, scan_share=0.24, half_size=192)
 # A dense product at full clock exceeds the power limit of Hopper and Blackwell, so both generations reach a smaller
 # share of the nominal peak. The shares of FP8 and FP4 come from TransformerEngine's own benchmark of one dense layer,
 # on H200 NVL and B300.

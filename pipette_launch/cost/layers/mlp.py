@@ -35,18 +35,18 @@ _ROW_MAP_BYTES = 4
 _FP8_ROWS = 16
 """The number of rows of an FP8 matrix is a multiple of 16 (MO/../../fp8_utils.py, get_fp8_align_size)."""
 
-# GROUPED_RATE, the numbers of kernels and BIASED_TOUCHES were fitted to published layouts (docs/validation.md).
-GROUPED_RATE = 0.725
-"""Speed of products of many experts, each with its own tokens, relative to one product of all tokens."""
-ROUTER_KERNELS, FUSED_ROUTER_KERNELS, FLEX_ROUTER_KERNELS = 62.0, 42.0, 23.0
+# GROUPED_HALF, the numbers of kernels and BIASED_TOUCHES were fitted to published layouts (docs/validation.md).
+GROUPED_HALF = 3.5
+"""Factor on `half_size` for products of experts: such products are fast only if each expert has many tokens."""
+ROUTER_KERNELS, FUSED_ROUTER_KERNELS, FLEX_ROUTER_KERNELS = 65.0, 44.0, 24.0
 """Number of kernels of a router's forward: unfused, with `--moe-router-fusion`, and with a `flex` dispatcher too, which
 prepares the dispatch in one kernel. Backwards launch 80 % as many. In Megatron-LM's guide to DeepSeek-V3 on GB200 the
 router of DeepSeek-V3 launches 72, 31 and 17 kernels."""
-EXPERT_KERNELS = 49.5
+EXPERT_KERNELS = 48.0
 """Number of kernels of dispatcher and experts in a forward; a backward launches 80 % as many."""
 GROUPED_KERNELS = 0.1
 """Host time to launch the product of one more expert, or its cast to FP8, relative to the host time of a kernel."""
-BIASED_TOUCHES = 15.3
+BIASED_TOUCHES = 16.0
 """Number of times that experts with biases read or write the outputs of their two matrices in a forward. A backward
 reads or writes these outputs 1.5 times as often. Separate kernels apply the biases, limits, gates and probabilities of
 such experts."""
@@ -357,8 +357,8 @@ class Experts(_FeedForward):
         model, options, local, width = self.model, performance_options(job), self.local_tokens, self.width
         routed, mine = model.moe_router_topk * local * self.layout.etp, self.local_experts
         loads = matrix(local, self.num_experts, model.hidden_size, is_linear=False)
-        loads += matrix(routed / mine, self.gates * width, model.hidden_size, count=mine, rate=GROUPED_RATE)
-        loads += matrix(routed / mine, model.hidden_size, width, count=mine, rate=GROUPED_RATE)
+        loads += matrix(routed / mine, self.gates * width, model.hidden_size, count=mine, half=GROUPED_HALF)
+        loads += matrix(routed / mine, model.hidden_size, width, count=mine, half=GROUPED_HALF)
         loads += self.activation_loads(routed * width)
         moved = _touches(job) * model.moe_router_topk * local * model.hidden_size * model.dtype_bytes
         is_biased = model.add_bias_linear and not is_captured(options, ITERATION)
@@ -415,9 +415,8 @@ class Experts(_FeedForward):
     def _copies_of_a_token(self, options: PerformanceOptions, domain: int) -> float:
         """Return the mean number of ranks, or of NVLink domains if ep spans several, that have a token's experts.
 
-        A router with groups of experts takes the experts of a token from `moe_router_group_topk` groups. Inside a
-        domain of fast links, dispatchers reach only IN_DOMAIN_SHARE of the bandwidth, so the mean number of ranks is
-        divided by this share.
+        A router with groups of experts takes the experts of a token from `moe_router_group_topk` groups. The number of
+        ranks is divided by IN_DOMAIN_SHARE, the share of the bandwidth that dispatchers reach inside a domain.
         """
         ep, topk, groups = self.layout.ep, self.model.moe_router_topk, options.moe_router_num_groups
         places = float(ep if ep <= domain else -(-ep // domain))

@@ -28,13 +28,13 @@ class Product:
     count: float = 1.0
     is_linear: bool = False
     """True for a linear of Transformer Engine, which can run in FP8 or FP4."""
-    rate: float = 1.0
-    """Speed relative to one large product, below 1 only for products of routed experts."""
+    half: float = 1.0
+    """Factor on the device's `half_size`, above 1 only for products of routed experts."""
 
     @property
     def is_routed(self) -> bool:
         """True for a product of routed experts."""
-        return self.rate < 1
+        return self.half > 1
 
     @property
     def flops(self) -> float:
@@ -91,16 +91,16 @@ def is_captured(options: PerformanceOptions, module: str) -> bool:
 
 
 def matrix(
-    rows: float, outputs: float, inputs: float, *, count: float = 1.0, is_linear: bool = True, rate: float = 1.0
+    rows: float, outputs: float, inputs: float, *, count: float = 1.0, is_linear: bool = True, half: float = 1.0
 ) -> PassLoads:
     """Return the work of y = xW in the forward, and of dx = dy W' and dW = x' dy with accumulation in the backward.
 
     Tensor x has `rows` tokens and `inputs` columns, and tensor y has `outputs` columns. The result is for `count`
-    matrices, each with its own tokens. `Product` explains `is_linear` and `rate`.
+    matrices, each with its own tokens. `Product` explains `is_linear` and `half`.
     """
     shapes = ((rows, outputs, inputs), (rows, inputs, outputs), (outputs, inputs, rows))
     forward, input_grad, weight_grad = (
-        (Product(m=m, n=n, k=k, count=count, is_linear=is_linear, rate=rate),) for m, n, k in shapes
+        (Product(m=m, n=n, k=k, count=count, is_linear=is_linear, half=half),) for m, n, k in shapes
     )
     cast = count * rows if is_linear else 0.0
     return PassLoads(

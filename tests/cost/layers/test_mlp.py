@@ -243,11 +243,11 @@ def test_grouped_products_are_of_each_experts_own_tokens() -> None:
     """Two copies of 32 tokens over four local experts of two ranks: 32 rows each; the router sees every token once."""
     router, first, second = Experts(moe_job().model, Layout(dp=2, ep=2)).loads(moe_job()).forward.products
 
-    assert (TOKENS, 8, HIDDEN, False, 1.0) == (router.m, router.n, router.k, router.is_linear, router.rate)
+    assert (TOKENS, 8, HIDDEN, False, 1.0) == (router.m, router.n, router.k, router.is_linear, router.half)
     assert (2 * TOKENS * 2 / 8, FFN, HIDDEN, 4) == (first.m, first.n, first.k, first.count)
     assert (2 * TOKENS * 2 / 8, HIDDEN, FFN, 4) == (second.m, second.n, second.k, second.count)
     assert first.is_linear
-    assert first.rate < 1
+    assert first.half > 1
 
 
 @pytest.mark.parametrize(

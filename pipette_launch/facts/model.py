@@ -231,7 +231,9 @@ class ModelSpec:
         return -(-self.vocab_size // multiple) * multiple
 
     def attention_parameters(self) -> int:
-        """Return the number of weights and biases in one layer's attention (query, key, value, output)."""
+        """Return the number of weights and biases in one layer's attention. Biases of latent attention are left out."""
+        if self.latent_attention:
+            return self.latent_attention.weights(self.hidden_size, self.num_attention_heads)
         query = self.kv_channels * self.num_attention_heads
         qkv = query + 2 * self.kv_channels * self.num_query_groups
         qkv_bias = qkv if self.add_bias_linear or self.add_qkv_bias else 0
@@ -258,10 +260,9 @@ class ModelSpec:
         if kind == "mamba_layer":
             assert self.hybrid is not None
             return 2.0 * self.hybrid.mamba_matrices(self.hidden_size) + self.hybrid.mamba_scan_flops_per_token
-        latent, matrices, core = self.latent_attention, 0, 0.0
+        matrices, core = 0, 0.0
         if kind in KINDS_WITH_ATTENTION:
-            heads = self.num_attention_heads
-            matrices += latent.weights(self.hidden_size, heads) if latent else self.attention_parameters()
+            matrices += self.attention_parameters()
             core = self.core_flops_per_token
         if kind in KINDS_WITH_EXPERTS:
             matrices += self.moe_router_topk * self.mlp_parameters(self.moe_ffn_hidden_size)

@@ -75,13 +75,11 @@ def weight_bytes(job: Job, case: ComputeCase) -> int:
     counts as one more layer.
     """
     model = job.model
-    latent = model.latent_attention
-    attention = latent.weights(model.hidden_size, model.num_attention_heads) if latent else model.attention_parameters()
     experts = model.num_experts * model.mlp_parameters(model.moe_ffn_hidden_size) if model.num_experts else 0
     tables = 2 if model.untie_embeddings_and_output_weights else 1
     table = model.padded_vocab_size(case.tp) * model.hidden_size
     layers = 2 if model.mtp_num_layers else 1
-    split = layers * (0 if experts else attention + model.mlp_parameters()) + tables * table
+    split = layers * (0 if experts else model.attention_parameters() + model.mlp_parameters()) + tables * table
     parameters = split // case.tp + layers * experts // job.own.ep
     return parameters * (2 * model.dtype_bytes + FP32_BYTES)
 

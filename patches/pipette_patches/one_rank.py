@@ -1,7 +1,7 @@
 """One rank of a training job, without the other ranks: process groups, model, buffers, optimizer and steps.
 
-A fake process group lets megatron-core split weights and activations as in the real job, and every collective returns
-at once. Abstract execution runs the rank with abstract tensors, `whole_stage` with real ones. The code follows
+A fake process group lets megatron-core split weights and activations as in the real job, and no collective waits for
+other ranks. Abstract execution runs the rank with abstract tensors, `whole_stage` with real ones. The code follows
 Megatron-LM core_v0.16.1: training/training.py (get_model, train_step, train), gpt_builders.py and pretrain_gpt.py.
 """
 

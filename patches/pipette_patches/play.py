@@ -1,9 +1,9 @@
 """Play one rank of a training program in this process, without other ranks, up to the program's first training step.
 
-The program runs unchanged under a fake process group, in which every collective returns at once. Each training step
-calls the function that megatron-core's `get_forward_backward_func` returns, so the player replaces this function. So a
-program may use Megatron's `pretrain()` or its own training loop. One process can play several programs one after the
-other, and only the first play pays for imports.
+The program runs unchanged under a fake process group, in which no collective waits for other ranks. Some collectives
+copy this rank's own data, which takes time at large degrees. Each training step calls the function that megatron-core's
+`get_forward_backward_func` returns, so the player replaces this function. So a program may use Megatron's `pretrain()`
+or its own training loop. One process can play several programs in turn, and only the first play pays for imports.
 """
 
 from __future__ import annotations

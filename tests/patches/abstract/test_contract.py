@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipette_patches.abstract.gpu_replacements import CORE, OFFLOADING, TORCH
 from pipette_patches.abstract.transformer_engine import STAND_INS
 from pipette_patches.replacements import Replacement, owner_of
-from pipette_patches.storage_meter import QUICK
+from pipette_patches.storage_meter import POINTWISE
 
 OFFLOAD = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 # Parameters by qualified name; None: a name that is only assigned.
@@ -105,7 +105,7 @@ def test_torchs_private_names_are_as_known() -> None:
     assert ["params", "differentiable", "use_fused"] == list(inspect.signature(chooser).parameters)
     assert isinstance(inspect.getattr_static(TorchDispatchMode, "_should_skip_dynamo"), classmethod)
     assert (3,) == tuple(torch._C._VariableFunctions.empty((3,), device="meta").shape)
-    assert all(isinstance(func, torch._ops.OpOverload) for func in QUICK)
+    assert all(isinstance(func, torch._ops.OpOverload) for func in POINTWISE)
 
 
 def test_a_storage_is_known_by_one_object_as_long_as_it_lives() -> None:

@@ -207,9 +207,7 @@ def test_gpus_keep_residues() -> None:
         assert [{rank % 2 for rank in choice.placement[host : host + 2]} for host in (0, 2)] == [{0, 1}, {0, 1}]
 
 
-@pytest.mark.parametrize(
-    "values", [{"margin": 1.0}, {"memory_margin": -0.1}, {"budget_s": -1.0}, {"num_alternatives": -1}]
-)
+@pytest.mark.parametrize("values", [{"margin": 1.0}, {"memory_margin": -0.1}, {"budget_s": -1.0}])
 def test_options_check_themselves(values: dict[str, float]) -> None:
     """A margin of 100 % or a negative budget is a mistake, and named."""
     with pytest.raises(UsageError, match=next(iter(values))):

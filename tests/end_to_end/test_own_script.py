@@ -51,8 +51,8 @@ DATA = (
 )
 IMAGES = (
     "--img-h 28 --img-w 28 --patch-dim 14 --dataloader-seq-length 32 --decoder-seq-length 128 --ckpt-format torch "
-    "--max-position-embeddings 128 --legacy-tokenizer --transformer-impl local"
-)
+    "--max-position-embeddings 128 --transformer-impl local"
+) + ("" if HAS_NEW_SCRIPT else " --legacy-tokenizer")
 WRITES_DATA = """
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder

@@ -19,7 +19,9 @@ from pipette_launch.facts import (
     Measurements,
     ModelSpec,
     Samples,
+    StageReading,
 )
+from pipette_launch.facts.measurements import memory_digest
 from pipette_launch.facts.model import LatentAttention
 
 
@@ -170,6 +172,13 @@ def tiny_measurements(cluster: Cluster, cases: tuple[ComputeCase, ...] | None = 
         phase_s={},
         notes=(),
     )
+
+
+def stage_reading(job: Job, layout: Layout, pp_rank: int = 0, **changes: object) -> StageReading:
+    """A stage of a job that ran on slot 0, without steps that were timed."""
+    peaks = dict.fromkeys(("allocator_peak_bytes", "reserved_peak_bytes", "device_peak_bytes"), 1)
+    plain = StageReading(job_digest=memory_digest(job), layout=layout, pp_rank=pp_rank, slot=0, **peaks)
+    return replace(plain, **changes)  # type: ignore[arg-type]
 
 
 def drawn_cluster(rng: random.Random, *, hosts: int = 2, devices: int = 2) -> Cluster:

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
+from facts_for_tests import stage_reading, tiny_cluster, tiny_job, tiny_measurements, tiny_model
 
 from pipette_launch.cost.compute.stages import SPREADS, ComputeTable, Passes, Spreads, StageFactors
 from pipette_launch.cost.layers.kinds import offloaded
@@ -19,7 +19,6 @@ from pipette_launch.facts import (
     Samples,
     StageReading,
 )
-from pipette_launch.facts.measurements import memory_digest
 
 CASE = ComputeCase(tp=1, cp=1, micro_batch_size=1)
 TWO = ComputeCase(tp=1, cp=1, micro_batch_size=2)
@@ -231,19 +230,8 @@ PIPELINE = Layout(pp=4)
 
 def reading(pp_rank: int, schedule_s: float, layout: Layout = PIPELINE, **changes: object) -> StageReading:
     """One stage of the tiny job that ran two micro-batches on slot 0."""
-    plain = StageReading(
-        job_digest=memory_digest(tiny_job()),
-        layout=layout,
-        pp_rank=pp_rank,
-        slot=0,
-        allocator_peak_bytes=1,
-        reserved_peak_bytes=1,
-        device_peak_bytes=1,
-        num_microbatches=2,
-        schedule_s=schedule_s,
-        update_s=0.1,
-    )
-    return replace(plain, **changes)  # type: ignore[arg-type]
+    timed = {"num_microbatches": 2, "schedule_s": schedule_s, "update_s": 0.1}
+    return stage_reading(tiny_job(), layout, pp_rank, **timed | changes)
 
 
 def weight_on_cpus(count: int) -> float:

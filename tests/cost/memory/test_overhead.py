@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
+from facts_for_tests import stage_reading, tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from search.worlds import on_gpus as cluster_on_gpus
@@ -27,7 +27,6 @@ from pipette_launch.cost.memory.overhead import (
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Batch, Cluster, DeviceOverhead, Job, Layout, Measurements, StageReading
 from pipette_launch.facts.layout import LayoutColumns
-from pipette_launch.facts.measurements import memory_digest
 from pipette_launch.text import MIB
 
 A100, H100, B200 = 8, 9, 10
@@ -276,15 +275,8 @@ def test_without_measurements_half_a_gigabyte_counts_for_each_degree() -> None:
 
 def stage(allocated: int, reserved: int, *, job: Job = GPT) -> StageReading:
     """A stage that the warm-up ran."""
-    return StageReading(
-        job_digest=memory_digest(job),
-        layout=Layout(dp=8),
-        pp_rank=0,
-        slot=0,
-        allocator_peak_bytes=allocated,
-        reserved_peak_bytes=reserved,
-        device_peak_bytes=0,
-    )
+    peaks = {"allocator_peak_bytes": allocated, "reserved_peak_bytes": reserved, "device_peak_bytes": 0}
+    return stage_reading(job, Layout(dp=8), **peaks)
 
 
 @pytest.mark.parametrize(
@@ -440,16 +432,8 @@ def on_gpus(cluster: Cluster) -> Cluster:
 
 def reading(layout: Layout, pp_rank: int, peak: int, *, job: Job = JOB, ran_out: bool = False) -> StageReading:
     """A reading of a stage that held these bytes."""
-    return StageReading(
-        job_digest=memory_digest(job),
-        layout=layout,
-        pp_rank=pp_rank,
-        slot=0,
-        allocator_peak_bytes=peak,
-        reserved_peak_bytes=0,
-        device_peak_bytes=0,
-        ran_out=ran_out,
-    )
+    peaks = {"allocator_peak_bytes": peak, "reserved_peak_bytes": 0, "device_peak_bytes": 0}
+    return stage_reading(job, layout, pp_rank, ran_out=ran_out, **peaks)
 
 
 def measured(*readings: StageReading, cluster: Cluster | None = None) -> Measurements:

@@ -9,7 +9,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from facts_for_tests import drawn_cluster, drawn_fits, tiny_cluster, tiny_job, tiny_measurements, tiny_model
+from facts_for_tests import (
+    drawn_cluster,
+    drawn_fits,
+    stage_reading,
+    tiny_cluster,
+    tiny_job,
+    tiny_measurements,
+    tiny_model,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from search.worlds import on_gpus
@@ -29,9 +37,7 @@ from pipette_launch.facts import (
     Links,
     Measurements,
     Samples,
-    StageReading,
 )
-from pipette_launch.facts.measurements import memory_digest
 from pipette_launch.facts.schedule import PassTimes
 
 DENSE = replace(tiny_job(8), batch=Batch(global_batch_size=16))
@@ -257,18 +263,7 @@ def test_a_measured_stage_adds_the_host_work_of_a_step() -> None:
     """The stage ran on a slot of speed 0.5, so 40 ms are 20 ms at speed 1; the measured optimizer explains half."""
     this, layout = tiny_job(2), Layout(dp=2)
     cluster = replace(tiny_cluster(2, 1), slot_speed=(0.5, 1.0))
-    reading = StageReading(
-        job_digest=memory_digest(this),
-        layout=layout,
-        pp_rank=0,
-        slot=0,
-        allocator_peak_bytes=1,
-        reserved_peak_bytes=1,
-        device_peak_bytes=1,
-        num_microbatches=1,
-        schedule_s=0.1,
-        update_s=0.04,
-    )
+    reading = stage_reading(this, layout, num_microbatches=1, schedule_s=0.1, update_s=0.04)
     plain = replace(tiny_measurements(cluster), optimizer_s_per_parameter=0.01 / 218496)
     timed = replace(plain, stages=(reading,))
     optimizer_s = [Predictor(this, one).step_time(layout, (0, 1)).breakdown_s["optimizer"] for one in (plain, timed)]

@@ -5,7 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from facts_for_tests import drawn_cluster, drawn_fits, tiny_cluster, tiny_job, tiny_measurements, tiny_model
+from facts_for_tests import (
+    drawn_cluster,
+    drawn_fits,
+    stage_reading,
+    tiny_cluster,
+    tiny_job,
+    tiny_measurements,
+    tiny_model,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from search.worlds import named, on_gpus
@@ -23,10 +31,9 @@ from pipette_launch.facts import (
     Measurements,
     Recompute,
     Samples,
-    StageReading,
 )
 from pipette_launch.facts.layout import LayoutColumns
-from pipette_launch.facts.measurements import LAYERS, memory_digest
+from pipette_launch.facts.measurements import LAYERS
 
 RECOMPUTES = (
     Recompute(granularity="none"),
@@ -157,7 +164,6 @@ def bound_of(predictor: Predictor, layout: Layout) -> float | None:
         return None
 
 
-@settings(max_examples=30)
 def with_stages(job: Job, measured: Measurements, rows: list[Layout], rng: random.Random) -> Measurements:
     """Return the measurements with a stage of half of the layouts that took 0.5 to 2 times its parts."""
     predictor, stages = Predictor(job, measured), []
@@ -165,14 +171,10 @@ def with_stages(job: Job, measured: Measurements, rows: list[Layout], rng: rando
         if rng.random() < 0.5 and bound_of(predictor, layout) is not None:
             rank = rng.randrange(layout.pp)
             chunks = predictor.compute.chunk_passes(layout)[rank :: layout.pp]
-            reading = StageReading(
-                job_digest=memory_digest(job),
-                layout=layout,
-                pp_rank=rank,
-                slot=0,
-                allocator_peak_bytes=1,
-                reserved_peak_bytes=1,
-                device_peak_bytes=1,
+            reading = stage_reading(
+                job,
+                layout,
+                rank,
                 num_microbatches=1,
                 schedule_s=rng.uniform(0.5, 2) * sum(one.forward_s + one.backward_s for one in chunks),
                 update_s=rng.uniform(0, 0.1),
@@ -181,6 +183,7 @@ def with_stages(job: Job, measured: Measurements, rows: list[Layout], rng: rando
     return replace(measured, stages=tuple(stages))
 
 
+@settings(max_examples=30)
 @given(
     st.sampled_from(MODELS),
     st.sampled_from(FLAGS),

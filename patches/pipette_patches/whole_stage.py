@@ -83,7 +83,7 @@ def run_stage(
         captures=captures,
         skips_first=program is None and device_kind == "cpu" and not performance_options(real).use_megatron_fsdp,
         on_cpu=device_kind == "cpu",
-        timer=_Timer(stopwatch, num_microbatches, wait_s) if stopwatch else None,
+        timer=_StepTimer(stopwatch, num_microbatches, wait_s) if stopwatch else None,
     )
 
     def start() -> None:
@@ -120,7 +120,7 @@ class _Steps:
     captures: bool
     skips_first: bool
     on_cpu: bool
-    timer: _Timer | None
+    timer: _StepTimer | None
     meter: StorageMeter = field(default_factory=StorageMeter)
     _unmetered: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -156,7 +156,7 @@ class _Steps:
         return step.run(num_microbatches=self.num_microbatches)
 
 
-class _Timer:
+class _StepTimer:
     """Times training steps of a stage, without the loading of batches and without the noise of received tensors."""
 
     def __init__(self, stopwatch: Any, num_microbatches: int, wait_s: float) -> None:
@@ -237,7 +237,7 @@ def _never_skips(optimizer: Any) -> None:
             setattr(inner, name, lambda unscale=unscale: bool(unscale()) and False)
 
 
-def _received(timer: _Timer | None) -> Replacement:
+def _received(timer: _StepTimer | None) -> Replacement:
     """Fill received tensors with noise, because with zeros all tokens would choose the same experts."""
 
     def noise(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -55,7 +55,7 @@ NOT_OUR_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, sig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class SlurmStep:
     """A step of srun, as described by the environment of one task."""
 
     job: int
@@ -119,7 +119,7 @@ class Step:
         }
 
 
-def current_step(environ: Mapping[str, str], expand: Callable[[str], tuple[str, ...]]) -> Step | None:
+def current_step(environ: Mapping[str, str], expand: Callable[[str], tuple[str, ...]]) -> SlurmStep | None:
     """Return the step of this process; None if this process is not part of a step that describes the job.
 
     A shell on a terminal (`srun --pty`) does not describe the job, because commands in the shell run on one node. A
@@ -135,7 +135,7 @@ def current_step(environ: Mapping[str, str], expand: Callable[[str], tuple[str, 
     index = int(environ.get("SLURM_NODEID", "0"))
     node = environ.get("SLURMD_NODENAME", "")
     gpus = environ.get("SLURM_GPUS_ON_NODE", "")
-    return Step(
+    return SlurmStep(
         job=int(environ["SLURM_JOB_ID"]),
         step=int(number),
         restart=int(environ.get("SLURM_RESTART_COUNT", "0")),
@@ -225,7 +225,7 @@ def given_flags(parser: ArgumentParser, words: Sequence[str], environ: Mapping[s
     return {name for name in names if getattr(read, name) is not unset or f"PET_{name.upper()}" in environ}
 
 
-def take_flags(args: Namespace, given: Collection[str], environ: Mapping[str, str]) -> Step | None:
+def take_flags(args: Namespace, given: Collection[str], environ: Mapping[str, str]) -> SlurmStep | None:
     """Set the missing flags in `args` from the step, print these flags on the first node, and return the step.
 
     Returns None if no flags were set, because there is no step or the user gave flags that set where nodes meet.
@@ -254,7 +254,7 @@ def take_flags(args: Namespace, given: Collection[str], environ: Mapping[str, st
     return step
 
 
-def _check_port(step: Step) -> None:
+def _check_port(step: SlurmStep) -> None:
     """Raise ClusterError if another program uses the port, because the other nodes could not learn a different port."""
     try:
         with socket.create_server(("", step.port)):

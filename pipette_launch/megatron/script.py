@@ -161,7 +161,7 @@ DATA = (r"data_path|\w+_data_path|\w*data_args_path|data_cache_path|split",)
 FORCED_BALANCE = "--moe-router-force-load-balancing"
 """Flag by which Megatron's router chooses experts at random, because received tokens of a fake group are garbage."""
 PLAYED_STEPS = 10
-"""Least number of training steps that the script is told to make, more than the played stage needs."""
+"""Least number of training steps in the arguments of a played script. A played stage needs fewer steps."""
 WARM_UPS = 2
 """Number of first iterations that a trial does not count, because of compilation, new communicators and cold caches."""
 

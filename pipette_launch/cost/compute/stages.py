@@ -382,7 +382,7 @@ class ComputeTable:
             return layer
         # The backward of each module requests the offloaded tensors of the same module in the layer below. So the
         # backward of each layer hides the copy of the next layer's tensors to the device. No pass waits until an
-        # activation has been copied to the host (megatron-core, pipeline_parallel/ fine_grained_activation_offload.py).
+        # activation has been copied to the host (megatron-core, pipeline_parallel/fine_grained_activation_offload.py).
         away = offloaded(self._job, layout, kind)
         exposed_s = away.moved / self._host_bytes_per_s - layer.backward_s - layer.recompute_s
         return replace(layer, backward_s=layer.backward_s + away.share * max(0.0, exposed_s))

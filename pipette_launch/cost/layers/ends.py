@@ -32,7 +32,7 @@ def attention_mask_bytes(job: Job, layout: Layout) -> int:
     """Count the bytes of the attention mask (b * s/c * s) that first and last pipeline rank load for a forward pass.
 
     Megatron's data loader makes the attention mask unless a flag forbids the mask, although causal attention does not
-    use it (datasets/ gpt_dataset.py, _get_ltor_masks_and_position_ids).
+    use it (datasets/gpt_dataset.py, _get_ltor_masks_and_position_ids).
     """
     options = performance_options(job)
     makes = options.create_attention_mask_in_dataloader and not options.dataloader_inter_document_masking

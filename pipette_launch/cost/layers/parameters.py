@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, overload
 
@@ -343,18 +344,27 @@ class Matrix(NamedTuple):
     long: int
     number: float
     is_expert: bool
+    ranks: int
+    """Number of tensor-parallel ranks that hold a part of each matrix."""
+    kept: int
+    """Length of the side that tensor parallelism does not cut."""
 
 
 @lru_cache(maxsize=64)
 def layer_matrices(job: Job) -> tuple[Matrix, ...]:
     """List the matrices of all layers. For optimizers of whole matrices all plans have the own tp and etp."""
     found = []
+    uncut = replace(job.own, tp=1, etp=1, dp=job.own.dp * job.own.tp * job.own.etp)
     for kind, layers in Counter(job.model.layer_kinds).items():
-        for block in blocks_of(job.model, job.own, kind):
-            for one in block.loads(job).forward.products:
-                if one.is_linear:
-                    short, long = sorted((int(one.n), int(one.k)))
-                    found.append(Matrix(short, long, one.count * layers, one.is_routed))
+        own, whole = (
+            [one for block in blocks_of(job.model, layout, kind) for one in block.loads(job).forward.products]
+            for layout in (job.own, uncut)
+        )
+        for one, full in zip(own, whole, strict=True):
+            if one.is_linear:
+                short, long = sorted((int(one.n), int(one.k)))
+                ranks, kept = round(full.n * full.k / (one.n * one.k)), int(one.k if one.k == full.k else one.n)
+                found.append(Matrix(short, long, one.count * layers, one.is_routed, ranks, kept))
     return tuple(found)
 
 

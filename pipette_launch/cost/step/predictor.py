@@ -24,7 +24,7 @@ from pipette_launch.cost.pipeline.extra import StreamEngine
 from pipette_launch.cost.step.assemble import StepTime, stage_times, step_parts, totals_s_K
 from pipette_launch.cost.step.work import LayoutWork, Prices, once_a_step
 from pipette_launch.errors import PlanError
-from pipette_launch.facts.job import ADAM_OUTSIDE, RING, Job, flag_of
+from pipette_launch.facts.job import RING, Job, flag_of
 from pipette_launch.facts.layout import Floats, Ints, Layout
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.schedule import Schedule
@@ -281,11 +281,8 @@ class Predictor:
                 f"{flag_of('fine_grained_activation_offloading')} is not in the predicted step time, because its "
                 f"copies to the host were not measured: the step may be too short."
             )
-        if self._job.optimizer in ADAM_OUTSIDE:
-            assumed.append(
-                f"--optimizer {self._job.optimizer} is priced by its memory traffic and Muon's matrix products: kernel "
-                f"launches, exchanges over tp and SOAP's factors are left out, and the step may be too short."
-            )
+        if self._job.optimizer == "soap":
+            assumed.append("--optimizer soap is priced by its memory traffic alone, so the step is too short.")
         balanced = options.moe_router_force_load_balancing or options.moe_pad_expert_input_to_capacity
         if self._job.model.num_experts and layout.ep > 1 and not balanced:
             assumed.append(UNEVEN)

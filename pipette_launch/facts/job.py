@@ -231,6 +231,8 @@ class Batch:
     """Number of samples of one optimizer step (global batch size), which is equal for all layouts."""
 
     global_batch_size: int
+    earlier_sizes: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    """Number of samples of earlier steps, if `--step-batch-size-schedule` changes the number during the training."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "global_batch_size")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from pipette_launch.errors import LayoutError, MegatronError
-from pipette_launch.facts import Job, Layout, Recompute
+from pipette_launch.facts import Batch, Job, Layout, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE, OVERLAPS, SWITCHES
 from pipette_launch.megatron import chunks
 from pipette_launch.megatron.checkpoint_files import with_checkpoint_arguments
@@ -170,6 +171,28 @@ def _split_anew(arguments: Arguments, fixed: Collection[str]) -> Arguments:
     return chunks.write_chunks(bare, Split(vpp, chunks.nearly_even(num_layers, pp * vpp)), pp=pp, num_layers=num_layers)
 
 
+def read_batch(given: Arguments, own: Layout) -> Batch:
+    """Return the batch size.
+
+    As in Megatron, the default is one micro-batch on each replica of the user's own layout.
+    """
+    schedule = given.get("step_batch_size_schedule")
+    if not schedule:
+        return Batch(global_batch_size=given.size("global_batch_size", default=own.micro_batch_size * own.dp))
+    # The text `0:384 200B:768` has pairs of a threshold and a batch size (StepBatchsizeNumMicroBatchesCalculator).
+    pairs = [re.fullmatch(r"([\d.]+[KMBT]?):(\d+)", pair.upper()) for pair in schedule.replace(",", " ").split()]
+    steps = sorted((_number(pair[1]), int(pair[2])) for pair in pairs if pair)
+    if not steps or len(steps) != len(pairs) or min(size for _, size in steps) < 1:
+        reason = "not a list such as 0:384 200B:768, thresholds with batch sizes"
+        raise given.refusal(reason, "step_batch_size_schedule")
+    *earlier, last = (size for _, size in steps)
+    return Batch(global_batch_size=last, earlier_sizes=tuple(earlier))
+
+
+def _number(text: str) -> float:
+    return float(text.rstrip("KMBT")) * 1000.0 ** ("KMBT".find(text[-1]) + 1)
+
+
 def write_arguments(arguments: Sequence[str], *, job: Job, layout: Layout) -> tuple[str, ...]:
     """Write a layout into a command line, so that the script runs exactly the given layout.
 
@@ -203,7 +226,7 @@ def write_arguments(arguments: Sequence[str], *, job: Job, layout: Layout) -> tu
     is_kept = rows == job.model.padded_vocab_size(layout.tp)
     if not is_kept and rows % layout.tp == 0 and not read_vocabulary(given).note:
         written = written.with_value("padded_vocab_size", rows)
-    if not written.is_given("global_batch_size"):
+    if not (written.is_given("global_batch_size") or written.is_given("step_batch_size_schedule")):
         written = written.with_value("global_batch_size", job.batch.global_batch_size)
     return written.words
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from pipette_launch.megatron import flags
 from pipette_launch.megatron.checkpoint import demands, unseen_note
 from pipette_launch.megatron.checkpoint_files import checkpoint_folder, with_checkpoint_arguments
 from pipette_launch.megatron.flags import Arguments, release_of
-from pipette_launch.megatron.layout import read_layout, read_stand_in
+from pipette_launch.megatron.layout import read_batch, read_layout, read_stand_in
 from pipette_launch.megatron.model import check_required, read_model
 from pipette_launch.megatron.performance import allocator_config, performance_flags, unmodelled, unpriced_note
 from pipette_launch.megatron.pins import check_planned, fixed_fields, foreign_pins, pins
@@ -134,7 +133,7 @@ class _Reader:
             check_flags(given, found.layout)
             if kind == "cuda":
                 check_formats(given, found.layout, device_name=self.device_name, capability=self.capability)
-        batch = _batch(given, found.layout)
+        batch = read_batch(given, found.layout)
         own = self._own_layout(found, num_layers=model.num_layers)
         if own.doubt and self.for_planning and not self.is_launched:
             raise MegatronError(own.doubt)
@@ -210,24 +209,8 @@ class _Reader:
 def global_batch_size(words: Sequence[str]) -> int | None:
     """Return the global batch size of a command line. Return None if the size depends on the layout."""
     given = Arguments.parse(words, flags.newest_release())
-    return int(given.get("global_batch_size")) if given.is_given("global_batch_size") else None
-
-
-def _batch(given: Arguments, own: Layout) -> Batch:
-    """Return the batch size.
-
-    As in Megatron, the default is one micro-batch on each replica of the user's own layout.
-    """
-    schedule = given.get("step_batch_size_schedule")
-    if not schedule:
-        return Batch(global_batch_size=given.size("global_batch_size", default=own.micro_batch_size * own.dp))
-    # The text `0:384 200B:768` has pairs of a threshold in samples and a batch size
-    # (StepBatchsizeNumMicroBatchesCalculator).
-    sizes = re.findall(r"(?:^|[\s,])[\d.]+[KMBT]?:(\d+)(?=$|[\s,])", schedule.strip(), flags=re.IGNORECASE)
-    if not sizes or len(sizes) != len(schedule.replace(",", " ").split()) or int(sizes[-1]) < 1:
-        reason = "not a list such as 0:384 200B:768, thresholds with batch sizes"
-        raise given.refusal(reason, "step_batch_size_schedule")
-    return Batch(global_batch_size=int(sizes[-1]))
+    is_stated = given.is_given("global_batch_size") or given.is_given("step_batch_size_schedule")
+    return read_batch(given, Layout()).global_batch_size if is_stated else None
 
 
 def _training(given: Arguments, batch: Batch, environment: Mapping[str, str]) -> dict[str, Any]:

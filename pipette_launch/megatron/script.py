@@ -16,7 +16,7 @@ from pipette_launch.facts.accelerators import compute_capability
 from pipette_launch.facts.job import OTHER_MODELS
 from pipette_launch.megatron.chunks import PATTERN_DESTS, RATIO_DESTS, SPLIT_DESTS
 from pipette_launch.megatron.flags import Arguments, flag_table, newest_release
-from pipette_launch.megatron.layout import known_dest, stacks_of, write_arguments
+from pipette_launch.megatron.layout import known_dest, read_batch, stacks_of, write_arguments
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.megatron.tokenizers import NOT_GPT
 
@@ -135,7 +135,7 @@ WRITERS = (
 """Destinations of flags that make a script write files, as regular expressions."""
 ENDS = ("adlr_autoresume", "exit_duration_in_mins", "exit_interval", r"exit_signal\w*")
 """Flags by which a script ends itself. A trial runs without these flags, because the launcher ends the trial."""
-GROWING = ("rampup_batch_size",)
+GROWING = ("rampup_batch_size", "step_batch_size_schedule")
 """Flags of a growing batch size. A trial runs with the final batch size, which takes most of the training's time."""
 TAKEN_OUT = re.compile("|".join((*WRITERS, *ENDS, *GROWING)))
 REFUSED: tuple[tuple[str, str], ...] = (
@@ -193,6 +193,8 @@ def trial_arguments(arguments: Sequence[str], version: str) -> TrialWords:
             raise given.refusal(f"{why}, so a short run would leave results behind", dest)
     dests = {token.dest for token in given.tokens if token.dest}
     tried = given.without(*(dest for dest in dests if TAKEN_OUT.fullmatch(dest)))
+    if "step_batch_size_schedule" in dests:
+        tried = tried.with_value("global_batch_size", read_batch(given, Layout()).global_batch_size)
     if any(dest.startswith("one_logger_") for dest in dests):
         tried = tried.with_flag("--no-one-logger")
     if tried.get("log_interval") != 1:

@@ -70,6 +70,8 @@ def unsupported(job: Job, cluster: Cluster) -> str:
     if options.graphs.impl != "none":
         faults.append(f"{flag_of('cuda_graph_impl')} {options.graphs.impl}")
     faults += [flag_of(name) for name in ("cpu_offloading_num_layers", "rampup_batch_size") if getattr(options, name)]
+    if job.batch.earlier_sizes:
+        faults.append("--step-batch-size-schedule")
     if job.model.hybrid:
         faults.append("hybrid models")
     if job.model.mtp_num_layers:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from megatron_lines import SMALL, TEXT, job
 
 from pipette_launch.errors import MegatronError, UsageError
-from pipette_launch.facts import Layout, Recompute
+from pipette_launch.facts import Batch, Layout, Recompute
+from pipette_launch.megatron import global_batch_size, read_job, write_arguments
+from pipette_launch.megatron.script import trial_arguments
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 
@@ -117,6 +121,22 @@ def test_a_ramp_up_has_no_effect_from_0_18_on() -> None:
     assert job(words, version="0.18.0").pinned == ()
     with pytest.raises(MegatronError, match="only with --train-samples"):
         job(words, version="0.17.1")
+
+
+STEPS = ("--step-batch-size-schedule", "2K:8, 0:4")
+
+
+def test_a_batch_size_schedule_ends_with_the_largest_threshold() -> None:
+    """Plans are for the last batch size, keep the flag, and divide earlier sizes; a trial runs the last size."""
+    bare = " ".join(SMALL).replace("--global-batch-size 32", "").split()
+    read = read_job([*bare, *STEPS], world_size=4, megatron_version="0.19.0", device_kind="cuda", for_planning=True)
+
+    assert (read.batch, read.pinned) == (Batch(global_batch_size=8, earlier_sizes=(4,)), ())
+    written = write_arguments([*bare, *STEPS], job=read, layout=replace(read.own, dp=2, tp=2))
+    assert (global_batch_size(written), "--global-batch-size" in written) == (8, False)
+    assert "--global-batch-size 8" in " ".join(trial_arguments(written, "0.19.0").words)
+    with pytest.raises(MegatronError, match="not a list such as 0:384 200B:768"):
+        read_job([*bare, STEPS[0], "0:4 8"], world_size=4, megatron_version="0.19.0", device_kind="cuda")
 
 
 def test_query_groups_are_replicated_from_0_16_on() -> None:

@@ -192,6 +192,15 @@ def test_the_users_own_flags_bind(flag: str, holds: object) -> None:
     assert [layout for layout in found if not holds(layout)] == []  # type: ignore[operator]
 
 
+def test_layouts_divide_all_batch_sizes_of_a_schedule() -> None:
+    """The own layout may not divide earlier batch sizes, because a training may continue on more replicas."""
+    batch = Batch(global_batch_size=8, earlier_sizes=(6,))
+    for own, samples in ((Layout(tp=4), {1, 2}), (Layout(dp=4), {1, 2, 4})):
+        job = replace(tiny_job(4, megatron_version="0.18.0"), batch=batch, own=own)
+        found = legal_layouts(job, world_size=4, devices_per_host=4, device_kind="cuda")
+        assert {layout.micro_batch_size * layout.dp for layout in found} == samples
+
+
 @pytest.mark.parametrize(("flags", "most"), [((), 1), (("--cp-comm-type all_gather",), 2)])
 def test_windows_bind_context_parallelism(flags: tuple[str, ...], most: int) -> None:
     """Transformer Engine passes keys round a ring only without windows."""

@@ -43,6 +43,16 @@ class Rules:
         """
         return bool(self.options.rampup_batch_size) and self.release < (0, 18)
 
+    def earlier_counts(self, samples: int) -> tuple[int, ...]:
+        """Return the micro-batches of earlier steps by `--step-batch-size-schedule`, if a replica runs `samples`.
+
+        The user's own layout may continue a training whose first steps ran on fewer replicas.
+        """
+        own = self.job.own
+        if samples == own.micro_batch_size * own.dp:
+            return ()
+        return tuple(size // samples * (size % samples == 0) for size in self.job.batch.earlier_sizes)
+
     @classmethod
     def of(cls, job: Job, *, device_kind: str, rooms: Domains | None = None) -> Rules:
         """Read the options that the flags of a job set."""

@@ -6,6 +6,7 @@ Each function gets only the axes that it needs, so that a search can prune one a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import accumulate
 
 from pipette_launch.errors import LayoutError
@@ -310,6 +311,9 @@ def batch_faults(rules: Rules, dp: int, micro_batch_size: int) -> Broken:
         reason = f"micro_batch_size*dp does not divide every {flag_of('rampup_batch_size')}"
         names = ("rampup_batch_size", "micro_batch_size")
         yield BrokenRule(reason, names, f"both sizes must be multiples of {samples}")
+    if 0 in rules.earlier_counts(samples):
+        reason = "micro_batch_size*dp does not divide every batch size of --step-batch-size-schedule"
+        yield BrokenRule(reason, ("step_batch_size_schedule", "micro_batch_size"), f"{samples} must divide all sizes")
     # From core_v0.18.0 on evaluation has its own batch sizes. The defaults are the batch sizes of the training.
     evaluated = options.eval_global_batch_size or batch_size
     at_once = options.eval_micro_batch_size or micro_batch_size
@@ -333,7 +337,7 @@ def schedule_faults(rules: Rules, pp: int, vpp: int, group_size: int, samples: i
         yield BrokenRule(reason, names, f"groups of {group} are too small; change one, or give up virtual stages")
         return
     last = rules.job.batch.global_batch_size // samples
-    grown = range(0)
+    grown: Sequence[int] = rules.earlier_counts(samples)
     if rules.ramps_up:
         # While the batch grows, check only the first `group` batch sizes. After them, remainders modulo `group` repeat.
         first, step = (size // samples for size in rules.options.rampup_batch_size[:2])
@@ -345,7 +349,8 @@ def schedule_faults(rules: Rules, pp: int, vpp: int, group_size: int, samples: i
             reason = "interleaving needs micro-batches in multiples of pp"
         else:
             continue
-        ramp = () if count == last else ("rampup_batch_size",)
+        grows = "rampup_batch_size" if rules.ramps_up else "step_batch_size_schedule"
+        ramp = () if count == last else (grows,)
         remedy = f"{count} micro-batches do not fill groups of {group}; change one, or give up virtual stages"
         yield BrokenRule(reason, (*names, *ramp, "global_batch_size", "micro_batch_size"), remedy)
         return

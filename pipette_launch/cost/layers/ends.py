@@ -50,6 +50,12 @@ def loaded_mask_bytes(job: Job, layout: Layout) -> int:
     return layout.cp * part + (part if layout.cp > 1 else 0)
 
 
+def sample_bytes(job: Job) -> int:
+    """Count the bytes of one sample from the data loader: tokens, labels, positions, loss mask and attention mask."""
+    mask = job.own.cp * attention_mask_bytes(job, job.own) // job.own.micro_batch_size
+    return (3 * _TOKEN_ID_BYTES + FP32_BYTES) * job.model.seq_length + mask
+
+
 def head_bytes(job: Job, layout: Layout) -> int:
     """Count the bytes of final norm, logits and loss of one micro-batch: 4*s*b*h/c (/t) + 6*s*b*V/(t*c) in bf16.
 

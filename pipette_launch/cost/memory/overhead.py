@@ -15,7 +15,7 @@ from typing import NamedTuple, overload
 
 from pipette_launch.cost.layers.parameters import expert_dp
 from pipette_launch.facts.accelerators import compute_capability
-from pipette_launch.facts.job import RING, Job, flag_of
+from pipette_launch.facts.job import ITERATION, RING, Job, flag_of
 from pipette_launch.facts.known_devices import capability_of_cluster
 from pipette_launch.facts.layout import Ints, Layout, LayoutColumns
 from pipette_launch.facts.measurements import Measurements, MemoryNeed, StageReading
@@ -148,10 +148,15 @@ def uncounted(job: Job) -> tuple[str, ...]:
     options, found = performance_options(job), []
     names = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
     flags = [flag_of(name) for name in names if getattr(options, name) not in (False, "none")]
-    if flags:
+    if flags and options.graphs.impl == ITERATION:
         found.append(
-            f"{flags[0]}: the memory of captured graphs is not in the predicted memory. Devices hold some GB more, and "
-            f"up to twice the predicted memory if whole iterations are captured."
+            f"{flags[0]}: the predicted memory has the graph's own pool and the inputs of all micro-batches, but no "
+            f"graph for evaluation. Tensors of side streams stay until the graph ends, so devices may hold up to twice "
+            f"the predicted memory."
+        )
+    elif flags:
+        found.append(
+            f"{flags[0]}: the memory of captured graphs is not in the predicted memory. Devices hold some GB more."
         )
     if options.cpu_offloading_num_layers:
         found.append(

@@ -28,7 +28,7 @@ from pipette_launch.cost.layers import ends, kinds, parameters
 from pipette_launch.cost.layers.attention import Attention, is_flash
 from pipette_launch.cost.layers.block import recompute_modules
 from pipette_launch.cost.layers.mlp import Experts
-from pipette_launch.facts.job import Job
+from pipette_launch.facts.job import ITERATION, Job
 from pipette_launch.facts.layout import Field, Ints, Layout, LayoutColumns, codes_of
 from pipette_launch.facts.schedule import num_warmup, schedule_table
 from pipette_launch.megatron.performance import performance_options
@@ -99,6 +99,9 @@ class PeakParts(Generic[Bytes]):
     """Bytes of temporaries of the optimizer step, which runs when no activations are kept."""
     whole: Bytes
     """Unsharded bytes that FSDP holds beside the shards: gathered layers, waiting gradients, embedding and head."""
+    graph: Bytes
+    """Bytes that a CUDA graph of a whole iteration adds. The graph reads the inputs of all micro-batches from fixed
+    places, and the optimizer step cannot use the graph's own pool (core_v0.20, full_cuda_graph.py)."""
 
     @property
     def static(self) -> Bytes:
@@ -109,11 +112,17 @@ class PeakParts(Generic[Bytes]):
     def total(self) -> Bytes:
         """Bytes at the peak: static bytes, plus the larger need of forward and backward, or of the optimizer step."""
         larger = max if isinstance(self.weights, int) else np.maximum
-        return self.static + larger(self._kept + reduce(larger, self._instants), self.optimizer_step)
+        return self.static + larger(self.passing, self.optimizer_step)
+
+    @property
+    def passing(self) -> Bytes:
+        """Largest bytes beyond the static bytes during forward and backward."""
+        larger = max if isinstance(self.weights, int) else np.maximum
+        return self._kept + reduce(larger, self._instants)
 
     @property
     def _lasting(self) -> Bytes:
-        return self.shared_buffer + self.dummy_gradients
+        return self.shared_buffer + self.dummy_gradients + self.graph
 
     @property
     def _kept(self) -> Bytes:
@@ -214,7 +223,12 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
         buffers=stages.spread(np.where(has_pipeline, 3 * layer["stream"], 0)),
         optimizer_step=optimizer_step,
         whole=stages.spread(_whole(layouts, layer)),
+        graph=stages.spread(0),
     )
+    if performance_options(job).graphs.impl == ITERATION:
+        inputs = job.batch.global_batch_size // layouts.dp * ends.sample_bytes(job)
+        inputs = stages.spread(0, first=inputs, last=inputs, prediction=inputs)
+        parts = replace(parts, graph=inputs + np.minimum(parts.passing, optimizer_step))
     return MemoryColumns(starts_N=stages.starts_N, parts_S=parts)
 
 

@@ -91,10 +91,23 @@ def test_a_peak_by_hand() -> None:
         buffers=0,
         optimizer_step=4 * parameters,
         whole=0,
+        graph=0,
     )
     passes = 4 * layer + 8 * 32 + 32 * 32 + 8 * 2048 + 4 * 32 * 256
     assert parts.static == 16 * parameters + 8 * 2048
     assert parts.total == parts.static + max(passes, 4 * parameters)
+
+
+def test_a_graph_of_an_iteration_owns_its_pool() -> None:
+    """The optimizer step finds no free bytes in the pool, and 4 samples have 28 bytes a token and a mask of s * s."""
+    job = tiny_job(2, own=Layout(pp=2, dp=1), batch=Batch(global_batch_size=4), megatron_version="0.18.0")
+    graphed = replace(job, performance_flags=("--cuda-graph-impl full_iteration",))
+    inputs = 4 * (28 * job.model.seq_length + job.model.seq_length**2)
+
+    for bare, held in zip(peak_memory_bytes(job, job.own), peak_memory_bytes(graphed, job.own), strict=True):
+        assert bare.optimizer_step > 0
+        assert held.total == bare.static + bare.passing + bare.optimizer_step + inputs
+        assert sum(held.by_kind().values()) == held.total
 
 
 def test_live_microbatches_of_1f1b() -> None:
@@ -204,6 +217,7 @@ PARTS = MemoryParts(
     buffers=1,
     optimizer_step=18,
     whole=0,
+    graph=0,
 )
 
 

@@ -31,7 +31,8 @@ VARIABLES: dict[str, tuple[str, ...]] = {
     "NVTE_UNFUSED_ATTN": ("unfused", "auto"),
 }
 """TransformerEngine's environment variables, and the backends for which Megatron sets the variable to 1, not 0."""
-_AMPERE = 8
+_NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+_AMPERE, _HOPPER = 8, 9
 
 
 def check_required(arguments: Arguments, *, starts_nothing: bool, cause: str = "") -> str:
@@ -156,9 +157,9 @@ def _backend(
     """Return the attention backend of a job's layers. Raise MegatronError if the environment contradicts the flag.
 
     `auto` becomes the backend that TransformerEngine selects (get_attention_backend of v2.8): unfused for fp32 and for
-    GPUs before Ampere, flash on Ampere, cuDNN's fused attention on Hopper and later, also in deterministic runs. Flash
-    attention and cuDNN 9 are assumed to be installed. For an unknown GPU and for Megatron's own layers, the result is
-    `auto`.
+    GPUs before Ampere, flash on Ampere, cuDNN's fused attention on Hopper and later. On Blackwell, deterministic runs
+    with dropout use flash attention (TE v2.12 on, fused_attn.cpp). Flash attention and cuDNN 9 are assumed to be
+    installed. For an unknown GPU and for Megatron's own layers, the result is `auto`.
     """
     flag = arguments.choice("attention_backend", BACKENDS)
     if transformer_impl == "local":
@@ -179,7 +180,9 @@ def _backend(
         return "auto"
     if capability < _AMPERE:
         return "unfused"
-    return "flash" if capability == _AMPERE else "fused"
+    is_deterministic = arguments.get("deterministic_mode") or environment.get(_NONDETERMINISTIC) == "0"
+    cannot_fuse = capability > _HOPPER and is_deterministic and arguments.get("attention_dropout") > 0
+    return "flash" if capability == _AMPERE or cannot_fuse else "fused"
 
 
 def _latent_attention(arguments: Arguments) -> LatentAttention | None:

@@ -194,6 +194,9 @@ def backend(*flags: str, device_name: str = "", **environment: str) -> str:
         ("--bf16 --deterministic-mode", A100, "flash"),
         ("--bf16", H100, "fused"),
         ("--bf16", "NVIDIA B200", "fused"),
+        ("--bf16 --deterministic-mode", H100, "fused"),
+        ("--bf16 --deterministic-mode", "NVIDIA B200", "flash"),
+        ("--bf16 --deterministic-mode --attention-dropout 0", "NVIDIA B200", "fused"),
         ("--fp16", V100, "unfused"),
         ("", H100, "unfused"),
         ("--bf16", "", "auto"),
@@ -211,6 +214,11 @@ def test_auto_is_what_transformer_engine_chooses(flags: str, device_name: str, e
 def test_a_described_device_has_the_attention_of_its_capability(capability: int, expected: str) -> None:
     """The name of a described device does not decide; its capability does."""
     assert expected == job("--bf16", device_name="Gaudi 9", capability=capability).model.attention_backend
+
+
+def test_blackwell_has_no_deterministic_fused_dropout() -> None:
+    """TransformerEngine's own variable also asks for deterministic attention."""
+    assert "flash" == backend("--bf16", device_name="NVIDIA B200", NVTE_ALLOW_NONDETERMINISTIC_ALGO="0")
 
 
 def test_a_switch_that_agrees_changes_nothing() -> None:

@@ -16,7 +16,6 @@ from typing import NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.layers.attention import Attention
 from pipette_launch.cost.layers.block import FP32_BYTES, Parameters, computes_in_fp8
 from pipette_launch.cost.layers.ends import depth_parameters
 from pipette_launch.cost.layers.kinds import blocks_of, kind_parameters
@@ -38,6 +37,7 @@ _BUCKET = 40_000_000
 _FP8_COPIES = 2
 """Number of FP8 copies of a weight, of one byte an element: a plain copy, and a transposed copy for the backward."""
 _FIRST_DUMMY_RELEASE = (0, 14)
+_FIRST_GROUPED_DUMMY = (0, 16)
 _FIRST_WHOLE_SHARDS = (0, 18)
 """First release whose buffers have equal shards of whole matrices (MC optimizer/layer_wise_optimizer.py)."""
 _PACKED = (1.1, 4 / 3)
@@ -179,18 +179,17 @@ def dummy_gradient_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
     Megatron's hooks need a gradient from every matrix. With `gradient_accumulation_fusion`, TransformerEngine adds the
     real gradients to their buffer and returns an uninitialised dummy, allocated once for each shape and never freed (TE
     v2.3 on, pytorch/module/base.py, get_dummy_wgrad). Megatron's own linears use TransformerEngine's dummies from
-    core_v0.14 on, with TE 2.6 or later (tensor_parallel/layers.py:597). Not counted are matrices of multi-latent
-    attention, and matrices of experts, which have dummy gradients from TE v2.12 on. `has_head` is True for the last
-    pipeline rank.
+    core_v0.14 on, with TE 2.6 or later (tensor_parallel/layers.py:597). Grouped matrices of experts have dummies from
+    core_v0.16 on, with TE 2.10 or later. `has_head` is True for the last pipeline rank.
     """
-    model = job.model
-    fused = performance_options(job).gradient_accumulation_fusion
-    if model.transformer_impl == "local" or job.release < _FIRST_DUMMY_RELEASE or not fused:
+    model, options = job.model, performance_options(job)
+    fused = model.transformer_impl != "local" and options.gradient_accumulation_fusion
+    if not fused or job.release < _FIRST_DUMMY_RELEASE:
         return 0
+    counts_experts = job.release >= _FIRST_GROUPED_DUMMY or not options.moe_grouped_gemm
     blocks = [block for kind in {*model.layer_kinds} for block in blocks_of(model, layout, kind)]
-    counted = (block for block in blocks if not (isinstance(block, Attention) and model.latent_attention))
-    products = (product for block in counted for product in block.loads(job).forward.products)
-    shapes = {(int(one.n), int(one.k)) for one in products if one.is_linear and not one.is_routed}
+    products = (product for block in blocks for product in block.loads(job).forward.products)
+    shapes = {(int(one.n), int(one.k)) for one in products if one.is_linear and (counts_experts or not one.is_routed)}
     if has_head:
         shapes.add((model.padded_vocab_size(layout.tp) // layout.tp, model.hidden_size))
     return model.dtype_bytes * sum(rows * columns for rows, columns in shapes)

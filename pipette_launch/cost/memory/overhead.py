@@ -27,6 +27,12 @@ NUM_CUBLAS_THREADS = 2
 NUM_GROUPED_GEMM_STREAMS = 4
 NUM_OVERLAP_STREAMS = 3
 """Number of streams that share TransformerEngine's own workspace under `--tp-comm-overlap` (pytorch/module/base.py)."""
+# First releases of Megatron whose containers have the named behaviour of a library.
+_TE_MULTIPLIES_ROUTER = (0, 13)
+_OVERLAP_IS_SEPARATE = (0, 16)
+"""TE 2.10 or later: products without overlap have a workspace of their own (cpp_extensions/gemm.py)."""
+_BLACKWELL_IS_LARGE = (0, 18)
+"""torch 2.12 or later (pull request 175344 of PyTorch)."""
 _KIB = 1 << 10
 _HOPPER = 9
 _LARGE_BYTES = 32 << 20
@@ -73,17 +79,23 @@ def workspace_bytes(job: Job, *, capability: int) -> int:
     the main thread runs forwards and autograd's own thread runs backwards (ATen, CublasHandlePool.cpp). As in PyTorch,
     a value of CUBLAS_WORKSPACE_CONFIG without any `:SIZE:COUNT` is ignored. TransformerEngine adds one workspace
     (`get_cublas_workspace_size_bytes`), and four workspaces for grouped GEMMs, one for each stream
-    (`get_multi_stream_cublas_workspace`). `capability` is the major number of the compute capability, 9 for H100.
+    (`get_multi_stream_cublas_workspace`). Routers multiply with TransformerEngine even in Megatron's own layers (MC
+    transformer/moe/moe_utils.py, RouterGatingLinearFunction). `capability` is the major number of the compute
+    capability, 9 for H100.
     """
-    options, is_hopper = performance_options(job), capability >= _HOPPER
+    options, model, release = performance_options(job), job.model, job.release
     pools = re.findall(r":(\d+):(\d+)", job.cublas_workspace_config)
-    cublas = _LARGE_BYTES if is_hopper else _SMALL_CUBLAS_BYTES
+    is_large = capability == _HOPPER or (capability > _HOPPER and release >= _BLACKWELL_IS_LARGE)
+    cublas = _LARGE_BYTES if is_large else _SMALL_CUBLAS_BYTES
     total = NUM_CUBLAS_THREADS * (sum(int(size) * int(count) * _KIB for size, count in pools) if pools else cublas)
-    if job.model.transformer_impl == "transformer_engine":
-        streams = NUM_OVERLAP_STREAMS if options.tp_comm_overlap else 1
-        streams += NUM_GROUPED_GEMM_STREAMS if job.model.num_experts and options.moe_grouped_gemm else 0
-        total += (_LARGE_BYTES if is_hopper else _SMALL_TE_BYTES) * streams
-    return total
+    streams = 0
+    if model.transformer_impl == "transformer_engine":
+        streams = 1 if release >= _OVERLAP_IS_SEPARATE or not options.tp_comm_overlap else 0
+        streams += NUM_OVERLAP_STREAMS if options.tp_comm_overlap else 0
+        streams += NUM_GROUPED_GEMM_STREAMS if model.num_experts and options.moe_grouped_gemm else 0
+    elif model.num_experts and release >= _TE_MULTIPLIES_ROUTER and options.moe_router_dtype != "fp64":
+        streams = 1
+    return total + (_LARGE_BYTES if capability >= _HOPPER else _SMALL_TE_BYTES) * streams
 
 
 class Figure(NamedTuple):

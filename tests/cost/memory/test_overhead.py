@@ -42,7 +42,7 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         (A100, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, 128 * 1024),
         (H100, {"CUBLAS_WORKSPACE_CONFIG": "lots"}, 32 * MIB),
         (H100, {}, 32 * MIB),
-        (B200, {}, 32 * MIB),
+        (B200, {}, 2 * 4 * MIB + 128 * 1024),
         (H100, DETERMINISTIC, 32 * MIB),
     ],
 )
@@ -54,6 +54,13 @@ def test_one_cublas_workspace(capability: int, environment: dict[str, str], expe
     )
 
     assert workspace_bytes(job, capability=capability) == 2 * expected
+
+
+def test_newer_torch_gives_blackwell_a_large_workspace() -> None:
+    """The containers of core_v0.18 have torch 2.12, whose default on Blackwell is the size on Hopper."""
+    job = replace(tiny_job(model=tiny_model(transformer_impl="local")), megatron_version="0.18.0")
+
+    assert 2 * 32 * MIB == workspace_bytes(job, capability=B200)
 
 
 @pytest.mark.parametrize(
@@ -85,17 +92,31 @@ def test_grouped_gemms_have_four_more() -> None:
     assert sizes == [68 * MIB, 84 * MIB]
 
 
-def test_overlapped_tensor_parallelism_has_three() -> None:
-    """TransformerEngine's own workspace is three times as large; Megatron's own layers have no such workspace."""
-    sizes = [
-        workspace_bytes(
-            tiny_job(model=tiny_model(transformer_impl=impl), performance_flags=("--tp-comm-overlap",)),
-            capability=H100,
-        )
-        for impl in ("transformer_engine", "local")
-    ]
+@pytest.mark.parametrize(
+    ("release", "impl", "expected"),
+    [
+        ("0.15.0", "transformer_engine", (64 + 3 * 32) * MIB),
+        ("0.16.0", "transformer_engine", (64 + 4 * 32) * MIB),
+        ("0.16.0", "local", 64 * MIB),
+    ],
+)
+def test_overlapped_tensor_parallelism(release: str, impl: str, expected: int) -> None:
+    """Overlap needs three workspaces of TransformerEngine, and newer releases keep the usual one beside them."""
+    job = tiny_job(model=tiny_model(transformer_impl=impl), performance_flags=("--tp-comm-overlap",))
 
-    assert sizes == [(64 + 96) * MIB, 64 * MIB]
+    assert expected == workspace_bytes(replace(job, megatron_version=release), capability=H100)
+
+
+@pytest.mark.parametrize(
+    ("release", "flags", "expected"),
+    [("0.12.0", (), 64), ("0.13.0", (), 96), ("0.13.0", ("--moe-router-dtype fp64",), 64)],
+)
+def test_a_router_has_a_workspace_of_transformer_engine(release: str, flags: tuple[str, ...], expected: int) -> None:
+    """In Megatron's own layers the router is the only user, and not with double precision."""
+    model = tiny_model(transformer_impl="local", num_experts=4, moe_layer_freq=(1,) * 4, moe_ffn_hidden_size=128)
+    job = replace(tiny_job(model=model, performance_flags=flags), megatron_version=release)
+
+    assert expected * MIB == workspace_bytes(job, capability=H100)
 
 
 GIB = 1 << 30

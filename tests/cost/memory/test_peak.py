@@ -504,14 +504,14 @@ def test_tensor_parallelism_cuts_the_matrices() -> None:
     assert dummy_gradient_bytes(fp8_job(gated_linear_unit=True), Layout(), has_head=False) == LAYER + 2 * 256 * 64
 
 
-def test_experts_have_none_but_shared_ones() -> None:
-    """Attention 192 + 64 rows, and a shared expert of width 32."""
+def test_grouped_experts_have_none_before_016() -> None:
+    """Attention 192 + 64 rows, a shared expert of width 32, and experts of width 128, all from or to 64."""
     moe = {"num_experts": 4, "moe_layer_freq": (1,) * 4, "moe_ffn_hidden_size": 128}
-    attention = 2 * (192 * 64 + 64 * 64)
+    newer = fp8_job("--moe-grouped-gemm", **moe, moe_shared_expert_intermediate_size=32)
+    older, attention = replace(newer, megatron_version="0.15.0"), 2 * (192 * 64 + 64 * 64)
 
-    assert dummy_gradient_bytes(fp8_job(**moe), Layout(), has_head=False) == attention
-    shared = fp8_job(**moe, moe_shared_expert_intermediate_size=32)
-    assert dummy_gradient_bytes(shared, Layout(), has_head=False) == attention + 2 * 2 * 32 * 64
+    assert dummy_gradient_bytes(older, Layout(), has_head=False) == attention + 2 * 2 * 32 * 64
+    assert dummy_gradient_bytes(newer, Layout(), has_head=False) == attention + 2 * 2 * (32 + 128) * 64
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ class PerformanceOptions:
     fp32_residual_connection: bool = False
     fp4: str | None = field(default=None, metadata={"flag": "--fp4-format"})
     """FP4 format of the layers, such as `e2m1`. With None, the layers do not use FP4."""
+    fp4_param_gather: bool = False
     fp8: str | None = field(default=None, metadata={"flag": "--fp8-format"})
     """FP8 format of the layers, `e4m3` or `hybrid`. With None, the layers do not use FP8."""
     fp8_param_gather: bool = False
@@ -268,6 +269,8 @@ class Job:
 
     The text is empty if the environment does not set the variable.
     """
+    compute_capability: int | None = field(default=None, metadata=ADDED_LATER)
+    """Major number of the GPUs' compute capability, 9 for H100. None = unknown."""
     own_refusal: str = field(default="", metadata=ADDED_LATER)
     """Reason why Megatron refuses the user's own configuration.
 

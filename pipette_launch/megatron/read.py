@@ -149,6 +149,7 @@ class _Reader:
             own=own.layout,
             own_refusal=str(own.refusal or ""),
             allocator_config=allocator_config(environment) if kind == "cuda" else "",
+            compute_capability=self.capability if kind == "cuda" else None,
             pinned=tuple(sorted(own.pinned)),
             notes=tuple(dict.fromkeys(filter(None, notes))),
             **_training(given, batch, environment),

@@ -309,14 +309,6 @@ def test_a_flag_that_is_not_priced_has_a_note() -> None:
             "--cuda-graph-impl: the memory of captured graphs is not in the predicted",
         ),
         ("--enable-cuda-graph", "--enable-cuda-graph: the memory of captured graphs is not in the predicted memory"),
-        (
-            "--cuda-graph-impl local --cuda-graph-scope full_iteration --no-check-for-nan-in-loss-and-grad",
-            "--cuda-graph-impl: the predicted memory has the graph's own pool and the inputs of all micro-batches",
-        ),
-        (
-            "--cpu-offloading-num-layers 1 --pipeline-model-parallel-size 1",
-            "--cpu-offloading-num-layers is not in the predicted memory",
-        ),
     ],
 )
 def test_memory_that_is_not_counted_has_a_note(words: str, begins: str) -> None:

@@ -20,7 +20,7 @@ from pipette_launch.cost.layers.block import (
     Block,
     Parameters,
     as_matrix_input,
-    computes_in_fp8,
+    narrow_bits,
 )
 from pipette_launch.cost.layers.passes import Exchange, Load, PassLoads, Product, matrix
 from pipette_launch.facts.job import RING, Job
@@ -163,8 +163,8 @@ class Attention(Block):
             kept += vectors * (model.dtype_bytes * channels + _STATISTICS_BYTES[model.normalization])
         if model.position_embedding_type == "rope" and not performance_options(job).apply_rope_fusion:
             kept += _ANGLES * model.dtype_bytes * model.seq_length // self.layout.cp * channels
-        # In FP8 the projection's input is a copy of the context in one byte an element (TE module/linear.py).
-        return kept + (self.tokens * self.heads * channels if computes_in_fp8(job) else 0)
+        # In FP8 and FP4 the projection's input is a narrow copy of the context (TE module/linear.py).
+        return kept + int(self.tokens * self.heads * channels * narrow_bits(job) / 8)
 
     def latent_bytes(self, latent: LatentAttention, *, fused_rope: bool) -> LatentBytes:
         """Count the bytes that multi-latent attention keeps (MLA:580-850).

@@ -27,19 +27,23 @@ def residual_bytes(model: ModelSpec, layout: Layout) -> int:
     return Sizes(model, layout).residual_bytes
 
 
-def computes_in_fp8(job: Job) -> bool:
-    """Return True if TransformerEngine multiplies in FP8 and keeps the inputs of its matrices in 1 byte an element."""
-    return job.model.transformer_impl == "transformer_engine" and performance_options(job).fp8 is not None
+def narrow_bits(job: Job) -> float:
+    """Return the bits of one element in FP8 or FP4, or 0 if TransformerEngine does not multiply in these formats.
 
-
-def matrix_input_bytes(job: Job) -> int:
-    """Bytes of one element of a matrix's kept input: 1 in FP8, without scales (TE, module/grouped_linear.py)."""
-    return 1 if computes_in_fp8(job) else job.model.dtype_bytes
+    The scales of NVFP4 take one byte for 16 elements. The scales of FP8 are left out.
+    """
+    options = performance_options(job)
+    if job.model.transformer_impl != "transformer_engine":
+        return 0
+    return 4.5 if options.fp4 else 8 if options.fp8 else 0
 
 
 def as_matrix_input(job: Job, size_bytes: int) -> int:
-    """Return the bytes of a tensor, given in the model's type, that is kept as the input of a matrix."""
-    return size_bytes // job.model.dtype_bytes if computes_in_fp8(job) else size_bytes
+    """Return the bytes of a tensor, given in the model's type, that is kept as the input of a matrix.
+
+    TransformerEngine keeps the input only in the format of the product (TE, module/linear.py, grouped_linear.py).
+    """
+    return int(size_bytes * (narrow_bits(job) or 8 * job.model.dtype_bytes) / (8 * job.model.dtype_bytes))
 
 
 def recompute_modules(layout: Layout) -> tuple[str, ...]:

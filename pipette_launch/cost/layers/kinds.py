@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipette_launch.cost.layers.attention import Attention
-from pipette_launch.cost.layers.block import Activations, Block, Parameters, matrix_input_bytes, recompute_modules
+from pipette_launch.cost.layers.block import (
+    Activations,
+    Block,
+    Parameters,
+    as_matrix_input,
+    narrow_bits,
+    recompute_modules,
+)
 from pipette_launch.cost.layers.ends import depth_bytes
 from pipette_launch.cost.layers.mamba import Mamba
 from pipette_launch.cost.layers.mlp import Experts, Mlp
@@ -258,8 +265,8 @@ def _attention_tensors(job: Job, block: Attention) -> Iterator[_Tensor]:
             # output, its bytes are counted with the projection.
             yield _Tensor(output, 0, output * model.dtype_bytes)
     if "attn_proj" in modules:
-        in_fp8 = output if matrix_input_bytes(job) == 1 and not is_latent else 0
-        yield _Tensor(output, output * model.dtype_bytes + in_fp8, in_fp8 or output * model.dtype_bytes)
+        narrow = 0 if is_latent else int(output * narrow_bits(job) / 8)
+        yield _Tensor(output, output * model.dtype_bytes + narrow, narrow or output * model.dtype_bytes)
 
 
 def _projection_tensors(job: Job, block: Block) -> Iterator[_Tensor]:
@@ -267,7 +274,8 @@ def _projection_tensors(job: Job, block: Block) -> Iterator[_Tensor]:
     model, latent, local = job.model, job.model.latent_attention, block.local_tokens
     if latent is None:
         yield _stream(job, block)
-        yield _Tensor.of(local * model.hidden_size, matrix_input_bytes(job))
+        size = as_matrix_input(job, local * model.hidden_size * model.dtype_bytes)
+        yield _Tensor(local * model.hidden_size, size, size)
         return
     if "layernorm" not in recompute_modules(block.layout):
         yield _Tensor.of(local * model.hidden_size, model.dtype_bytes)
@@ -293,6 +301,7 @@ def _expert_tensors(job: Job, layout: Layout) -> Iterator[_Tensor]:
         # If `expert_fc1` is offloaded, FP8 saves the input of the first matrix in 16 bits (`set_save_original_input`).
         yield _Tensor(rows * model.hidden_size, kept.inputs, rows * block.row_bytes)
     if "moe_act" in options.offload_modules:
-        input_of_second = rows * model.moe_ffn_hidden_size // layout.etp * matrix_input_bytes(job)
+        width_bytes = rows * model.moe_ffn_hidden_size // layout.etp * model.dtype_bytes
+        input_of_second = as_matrix_input(job, width_bytes)
         size = kept.outputs + (0 if "moe_act" in recomputed else kept.activation - input_of_second)
         yield _Tensor(kept.outputs // model.dtype_bytes, size, size)

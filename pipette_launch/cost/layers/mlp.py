@@ -22,7 +22,6 @@ from pipette_launch.cost.layers.block import (
     Block,
     Parameters,
     as_matrix_input,
-    matrix_input_bytes,
 )
 from pipette_launch.cost.layers.passes import Exchange, Group, Load, PassLoads, is_captured, matrix
 from pipette_launch.facts.job import ITERATION, Job, PerformanceOptions
@@ -220,7 +219,8 @@ class Experts(_FeedForward):
         probability multiplies the activation, so the output of the second matrix is not kept (MO/experts.py,
         MLP.forward with `per_token_scale`).
         """
-        rows, dtype, narrow = self.rows(job), self.model.dtype_bytes, matrix_input_bytes(job)
+        rows, dtype = self.rows(job), self.model.dtype_bytes
+        width_bytes = dtype * (rows * self.model.moe_ffn_hidden_size // self.layout.etp)
         # A fused activation keeps only its input and output (MO/../../fusions/fused_bias_swiglu.py,
         # WeightedSwiGLUFunction). An unfused activation also keeps its output before the multiplication with the
         # probability, and a gated unit keeps its two factors.
@@ -228,9 +228,9 @@ class Experts(_FeedForward):
         return ExpertActivations(
             router=self._router_bytes(job),
             dispatch=self._dispatch_bytes(job, rows) + _probability_bytes(job) * rows,
-            inputs=narrow * rows * self.model.hidden_size,
-            outputs=self.gates * dtype * (rows * self.model.moe_ffn_hidden_size // self.layout.etp),
-            activation=(between * dtype + narrow) * (rows * self.model.moe_ffn_hidden_size // self.layout.etp),
+            inputs=as_matrix_input(job, rows * self.row_bytes),
+            outputs=self.gates * width_bytes,
+            activation=between * width_bytes + as_matrix_input(job, width_bytes),
             shared=self._shared_bytes(job),
         )
 

@@ -16,7 +16,8 @@ from typing import NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.layers.block import FP32_BYTES, Parameters, computes_in_fp8
+from pipette_launch.cost.layers.attention import Attention
+from pipette_launch.cost.layers.block import FP32_BYTES, Parameters, narrow_bits
 from pipette_launch.cost.layers.ends import depth_parameters
 from pipette_launch.cost.layers.kinds import blocks_of, kind_parameters
 from pipette_launch.facts.job import ADAM_OUTSIDE, OPTIMIZER_STATE_BYTES, SHARDS_GRADIENTS, Job
@@ -34,8 +35,10 @@ _LEAST_UNIT = 1_000_000_000
 """Number of parameters that may wait for their reduction without a flag (FSDP megatron_fsdp.py:375-399)."""
 _BUCKET = 40_000_000
 """Number of parameters in a bucket if layers are not units of FSDP (MC distributed/distributed_data_parallel.py)."""
-_FP8_COPIES = 2
-"""Number of FP8 copies of a weight, of one byte an element: a plain copy, and a transposed copy for the backward."""
+_ONE_SCALE = ("delayed", "tensorwise")
+"""FP8 recipes with one scale for each tensor."""
+_ANY_LAYOUT = (10, 11)
+"""Major compute capabilities of GPUs that multiply transposed FP8 matrices."""
 _FIRST_DUMMY_RELEASE = (0, 14)
 _FIRST_GROUPED_DUMMY = (0, 16)
 _FIRST_WHOLE_SHARDS = (0, 18)
@@ -157,20 +160,24 @@ def end_parameters(model: ModelSpec, layout: Layout) -> tuple[int, int]:
     return unit.embedding.dense, unit.head.dense + unit.prediction.dense - model.prediction_copies * depth
 
 
-def fp8_weight_bytes(job: Job, layout: Layout) -> tuple[int, ...]:
-    """Count each pipeline rank's FP8 copies: two bytes for every parameter of its layers' matrices, biases included.
+def narrow_weight_bytes(job: Job, layout: Layout) -> tuple[int, ...]:
+    """Count each pipeline rank's bytes of FP8 or FP4 weights beyond 16 bits, for the matrices of its layers.
 
-    TransformerEngine casts a weight with the first micro-batch of a step and keeps the result and its transpose in the
-    module (TE v2.8, module/linear.py:242-262, module/base.py get_weight_workspace). With `--fp8-param-gather` the
-    weights themselves are in FP8, and weights and transposed copies together are as large as bf16 weights. FP8 without
-    `--fp8-param-gather` has not been checked, because NVIDIA's golden values always use this flag.
+    The result is negative if narrow weights replace larger weights. TransformerEngine casts a weight with the first
+    micro-batch of a step and keeps the result and its transpose in the module (TE v2.8, module/linear.py:242-262,
+    module/base.py get_weight_workspace). With `--fp8-param-gather` the weights themselves are in FP8. Blackwell
+    multiplies FP8 of one scale for each tensor without a transpose (TE pytorch/utils.py, is_non_tn_fp8_gemm_supported).
+    FP8 without `--fp8-param-gather` has not been checked, because NVIDIA's golden values always use this flag.
     """
-    model = job.model
-    if not computes_in_fp8(job) or performance_options(job).fp8_param_gather:
+    model, options, bits = job.model, performance_options(job), narrow_bits(job)
+    are_narrow = options.fp4_param_gather if options.fp4 else options.fp8_param_gather
+    if not bits or (are_narrow and options.use_megatron_fsdp):
         return (0,) * layout.pp
+    is_alone = bits == 8 and options.fp8_recipe in _ONE_SCALE and job.compute_capability in _ANY_LAYOUT
+    extra = bits / 8 * (1 if is_alone else 2) - are_narrow * model.dtype_bytes
     each = {kind: sum(one.matrices() for one in blocks_of(model, layout, kind)) for kind in {*model.layer_kinds}}
     chunks = [sum(each[kind] for kind in kinds) for kinds, _ in chunk_kinds(model, layout)]
-    return tuple(_FP8_COPIES * sum(chunks[rank :: layout.pp]) for rank in range(layout.pp))
+    return tuple(int(extra * sum(chunks[rank :: layout.pp])) for rank in range(layout.pp))
 
 
 def dummy_gradient_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
@@ -240,7 +247,7 @@ def layer_weight_bytes(job: Job) -> tuple[int, int]:
     weights are never in FP8 (arguments.py, validate_args).
     """
     options, wide = performance_options(job), job.model.dtype_bytes
-    if not (options.use_megatron_fsdp and options.fp8_param_gather and computes_in_fp8(job)):
+    if not (options.use_megatron_fsdp and options.fp8_param_gather and narrow_bits(job) == 8):
         return wide, wide
     return 2 if options.fp8_recipe == "mxfp8" else 1, 1
 

@@ -170,11 +170,6 @@ def uncounted(job: Job) -> tuple[str, ...]:
         found.append(
             f"{flags[0]}: the memory of captured graphs is not in the predicted memory. Devices hold some GB more."
         )
-    if options.cpu_offloading_num_layers:
-        found.append(
-            f"{flag_of('cpu_offloading_num_layers')} is not in the predicted memory: all activations are counted on "
-            f"the device, and the predicted peak may be too high."
-        )
     allocator = allocator_options(job.allocator_config)
     unknown = [name for name in UNCOUNTED_OPTIONS if allocator.get(name, NATIVE) != NATIVE]
     if unknown:

@@ -366,7 +366,7 @@ def _states(job: Job, layouts: LayoutColumns, stages: _Stages) -> tuple[Ints, ..
 
 def _stage_counts(job: Job, layout: Layout) -> Ints:
     """Count each stage's dense and expert parameters, bytes of FP8 copies, and parameters outside its layers."""
-    stages, copies = parameters.stage_parameters(job.model, layout), parameters.fp8_weight_bytes(job, layout)
+    stages, copies = parameters.stage_parameters(job.model, layout), parameters.narrow_weight_bytes(job, layout)
     rows = np.array([(each.dense, each.expert, copy, 0) for each, copy in zip(stages, copies, strict=True)])
     # A single stage has embedding and head; `np.add.at` adds both to the same row.
     np.add.at(rows[:, -1], [0, -1], parameters.end_parameters(job.model, layout))
@@ -434,7 +434,10 @@ def _chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tu
     before -= before[starts][rows]
     is_uniform, is_block, _, size = _recompute_fields(layouts)[:, rows]
     first = np.minimum(np.maximum(size, 1), layers)
-    again = np.where(is_uniform, layers, np.where(is_block, first, 0))
+    # CPU offloading of layers holds the activations of all other layers (TE cpu_offload.py, 2.10 on). It excludes
+    # recompute and pipelines.
+    again = np.minimum(performance_options(job).cpu_offloading_num_layers, layers)
+    again = np.where(is_uniform, layers, np.where(is_block, first, again))
     inputs = np.where(is_uniform, -(-layers // np.maximum(size, 1)), np.where(is_block, first, 0))
     size_C = inputs * layer["stream"][rows]
     kind_of_layer = np.array(job.model.layer_kinds)

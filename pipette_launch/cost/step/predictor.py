@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -233,10 +233,15 @@ UNEVEN = (
 """Assumption on measured and imagined machines, because the warm-up also gives all experts equal shares of the
 tokens."""
 _NCCL_DEFAULTS = "collectives are measured and priced with NCCL's default settings, and the step may be too"
-UNPRICED: tuple[tuple[str, frozenset[bool | str], str], ...] = (
+UNPRICED: tuple[tuple[str, Container[bool | str | int], str], ...] = (
     ("enable_cuda_graph", frozenset({True}), _ONE_BY_ONE),
     ("external_cuda_graph", frozenset({True}), _ONE_BY_ONE),
     ("optimizer_cpu_offload", frozenset({True}), "the optimizer is priced as on the device, and the step is too short"),
+    (
+        "cpu_offloading_num_layers",
+        range(1, 1 << 20),
+        "copies to the host may take longer than the layers that hide them",
+    ),
     ("use_sharp", frozenset({True}), f"{_NCCL_DEFAULTS} long"),
     ("nccl_ub", frozenset({True}), f"{_NCCL_DEFAULTS} long"),
     ("moe_flex_dispatcher_backend", frozenset({"ncclep"}), "exchanges of experts are priced as with DeepEP"),

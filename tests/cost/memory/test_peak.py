@@ -12,7 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipette_launch.cost.layers.kinds import kind_parameters
-from pipette_launch.cost.layers.parameters import dummy_gradient_bytes, fp8_weight_bytes, stage_parameters
+from pipette_launch.cost.layers.mlp import Mlp
+from pipette_launch.cost.layers.parameters import dummy_gradient_bytes, narrow_weight_bytes, stage_parameters
 from pipette_launch.cost.memory.peak import (
     NO_MASK,
     MemoryParts,
@@ -461,9 +462,9 @@ def test_two_bytes_for_each_parameter_of_the_layers() -> None:
     """On each rank its own layers; embeddings, norms and the head stay as they are."""
     fp8 = fp8_job("--fp8-format hybrid")
 
-    assert fp8_weight_bytes(fp8, Layout()) == (8 * MATRICES,)
-    assert fp8_weight_bytes(fp8, Layout(pp=2, layers_per_chunk=(3, 1))) == (6 * MATRICES, 2 * MATRICES)
-    assert fp8_weight_bytes(fp8, Layout(pp=2, vpp=2)) == (4 * MATRICES, 4 * MATRICES)
+    assert narrow_weight_bytes(fp8, Layout()) == (8 * MATRICES,)
+    assert narrow_weight_bytes(fp8, Layout(pp=2, layers_per_chunk=(3, 1))) == (6 * MATRICES, 2 * MATRICES)
+    assert narrow_weight_bytes(fp8, Layout(pp=2, vpp=2)) == (4 * MATRICES, 4 * MATRICES)
 
 
 def test_experts_are_copied_and_the_router_is_not() -> None:
@@ -473,7 +474,7 @@ def test_experts_are_copied_and_the_router_is_not() -> None:
     plain, experts = (kind_parameters(fp8.model, Layout(dp=2, ep=2), kind).count for kind in ("layer", "moe_layer"))
 
     expected = 2 * (2 * (plain - 256) + 2 * (experts - 256 - 4 * 64))
-    assert fp8_weight_bytes(fp8, Layout(dp=2, ep=2)) == (expected,)
+    assert narrow_weight_bytes(fp8, Layout(dp=2, ep=2)) == (expected,)
 
 
 def test_no_copies() -> None:
@@ -483,7 +484,42 @@ def test_no_copies() -> None:
         fp8_job("--fp8-format hybrid", "--fp8-param-gather"),
         fp8_job("--fp8-format hybrid", transformer_impl="local"),
     ):
-        assert fp8_weight_bytes(plain, Layout(pp=2)) == (0, 0)
+        assert narrow_weight_bytes(plain, Layout(pp=2)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "bytes_more"),
+    [
+        ("--fp8-format hybrid --fp8-recipe tensorwise", 1.0),
+        ("--fp8-format hybrid --fp8-param-gather", -1.0),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", 2.0),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather", 0.0),
+        ("--fp4-format e2m1", 1.125),
+        ("--fp4-format e2m1 --fp4-param-gather", -0.875),
+    ],
+)
+def test_blackwell_keeps_no_transpose_of_weights_with_one_scale(flags: str, bytes_more: float) -> None:
+    """MXFP8 and NVFP4 keep two copies, because scales of rows and of columns differ."""
+    words = [f"--{part.strip()}" for part in flags.split("--")[1:]]
+    job = replace(fp8_job(*words), compute_capability=10, megatron_version="0.19.0")
+
+    assert narrow_weight_bytes(job, Layout()) == (4 * bytes_more * MATRICES,)
+
+
+def test_inputs_of_matrices_in_fp4_take_half_a_byte_and_scales() -> None:
+    """One byte of scales for 16 elements."""
+    wide, narrow = (replace(fp8_job(*words), megatron_version="0.19.0") for words in ((), ("--fp4-format e2m1",)))
+    kept = [Mlp(job.model, Layout()).activations(job).mlp_activation for job in (wide, narrow)]
+
+    assert kept[1] == kept[0] * 9 / 32
+
+
+def test_layers_that_are_offloaded_whole_keep_nothing() -> None:
+    """Transformer Engine holds the activations of as many layers as it does not offload."""
+    jobs = [fp8_job(*words) for words in ((), ("--cpu-offloading-num-layers 3",))]
+    whole, rest = (peak_memory_bytes(job, Layout())[0].activations for job in jobs)
+
+    assert whole == 4 * rest > 0
 
 
 def test_one_for_each_shape() -> None:

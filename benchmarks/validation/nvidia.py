@@ -103,5 +103,7 @@ def run_of(row: Row, shape: Row) -> tuple[Job, Machines]:
     device: DeviceSpec = known_devices()[DEVICES[row["system"]]]
     num_hosts, per_host = hosts_of(row["gpus"], device.devices_per_host)
     version = version_of(row, shape)
-    job = job_of(job_flags(row, shape), world_size=row["gpus"], device_name=device.name, version=version)
+    allocator = {"PYTORCH_CUDA_ALLOC_CONF": row.values.get("allocator", "")}
+    flags = job_flags(row, shape)
+    job = job_of(flags, world_size=row["gpus"], device_name=device.name, version=version, environment=allocator)
     return job, Machines(device=device, num_hosts=num_hosts, devices_per_host=per_host)

@@ -12,6 +12,7 @@ from benchmarks.validation.shapes import VERSION
 from benchmarks.validation.tables import Row, Table, number, optional, read_table, size, text, whole, word
 
 COMPLETED = Path(__file__).parent.parent / "data" / "nvidia_completed.csv"
+RECIPES = COMPLETED.with_name("nvidia_recipes.csv")
 _STATED_BY_RECIPES = ("dispatcher", "ep_overlap", "cuda_graphs", "recompute")
 COLUMNS = {
     **dict.fromkeys(("release", "phase", "model", "system", "precision"), word),
@@ -22,6 +23,10 @@ COLUMNS = {
     **dict.fromkeys(("step_time_s", "tokens_s_gpu"), optional(number)),
 }
 _COMPLETED_COLUMNS = {**dict.fromkeys(("release", "model", "system"), word), **dict.fromkeys(_STATED_BY_RECIPES, text)}
+_RECIPE_COLUMNS = {name: COLUMNS[name] for name in ("release", "phase", "model", "system", "precision", "recipe")}
+_RECIPE_COLUMNS |= {name: COLUMNS[name] for name in ("gpus", "gbs", "mbs", "seq", "tp", "pp")}
+_RECIPE_COLUMNS |= {"flags": text, "allocator": text, "published": text}
+_BLANK = {name: read for name, read in COLUMNS.items() if name not in _RECIPE_COLUMNS}
 _LATENT = ("q_lora", "kv_lora", "qk_nope", "qk_rope", "v_dim")
 SHAPE_COLUMNS = {
     **dict.fromkeys(("model", "kind", "act", "pos"), word),
@@ -35,6 +40,8 @@ SHAPE_COLUMNS = {
 LATER_VERSION = "0.19.0"
 """From 0.17 on patterns name the layers of prediction depths, from 0.18 on graphs of whole iterations may hold
 overlapped experts, and from 0.19 on FSDP knows Mamba layers."""
+RECIPE_VERSION = "0.20.0"
+"""The release whose flags recipes are written in."""
 MAMBA_FLAGS = {
     "num-heads": "mamba_heads",
     "head-dim": "mamba_head_dim",
@@ -87,6 +94,9 @@ def read_shapes(path: Path) -> dict[str, Row]:
 
 def read_rows(path: Path) -> Table:
     """Read published rows. The recipe of the same release, model and system fills settings that a row leaves blank."""
+    if path == RECIPES:
+        table, blank = read_table(path, _RECIPE_COLUMNS), {name: read("") for name, read in _BLANK.items()}
+        return replace(table, rows=tuple(replace(row, values={**blank, **row.values}) for row in table.rows))
     table = read_table(path, COLUMNS)
     known = {_key(row): row for row in read_table(COMPLETED, _COMPLETED_COLUMNS).rows}
     rows = []
@@ -111,10 +121,13 @@ def measured_s(row: Row) -> float | None:
 
 def job_flags(row: Row, shape: Row) -> dict[str, Any]:
     """Return the run in Megatron's flags, `True` for a bare one."""
+    if row.values.get("flags"):
+        return _recipe_flags(row, shape)
     flags: dict[str, Any] = {
         **model_flags(shape),
         "seq-length": row["seq"],
         "max-position-embeddings": row["seq"],
+        "no-create-attention-mask-in-dataloader": True,
         "micro-batch-size": row["mbs"],
         "global-batch-size": row["gbs"],
         "tensor-model-parallel-size": row["tp"],
@@ -144,9 +157,21 @@ def job_flags(row: Row, shape: Row) -> dict[str, Any]:
         flags["num-virtual-stages-per-pipeline-rank"] = row["vp"]
     if shape["experts"]:
         flags |= _expert_flags(row)
-    if row["recompute"] not in ("", "none"):
+    if row["recompute"] == "full":
+        flags |= {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
+    elif row["recompute"] not in ("", "none"):
         flags["recompute-granularity"] = "selective"
         flags["recompute-modules"] = row["recompute"].replace("+", " ")
+    return {name: value for name, value in flags.items() if value is not False}
+
+
+def _recipe_flags(row: Row, shape: Row) -> dict[str, Any]:
+    """Return the flags that a recipe states, beside those of its model."""
+    stated = {name: " ".join(words) or True for name, *words in (part.split() for part in row["flags"].split("--")[1:])}
+    flags = {**model_flags(shape), "mtp-num-layers": False, "seq-length": row["seq"], **stated}
+    if is_hybrid(shape):
+        flags["hybrid-layer-pattern"] = hybrid_pattern(shape, int(stated.get("mtp-num-layers", 0)))
+    flags |= {"max-position-embeddings": row["seq"], "no-create-attention-mask-in-dataloader": True}
     return {name: value for name, value in flags.items() if value is not False}
 
 
@@ -217,6 +242,8 @@ def model_flags(shape: Row) -> dict[str, Any]:
 
 def version_of(row: Row, shape: Row) -> str:
     """Return a release that takes the flags of a row."""
+    if row.values.get("flags"):
+        return RECIPE_VERSION
     return LATER_VERSION if is_hybrid(shape) or row["cuda_graphs"] == "full_iteration" else VERSION
 
 

@@ -15,13 +15,23 @@ VERSION = "0.16.1"
 """The release by whose flags and defaults these jobs are read."""
 
 
-def job_of(args: Mapping[str, Any], *, world_size: int, device_name: str = "", version: str = VERSION) -> Job:
+def job_of(
+    args: Mapping[str, Any],
+    *,
+    world_size: int,
+    device_name: str = "",
+    version: str = VERSION,
+    environment: Mapping[str, str] | None = None,
+) -> Job:
     """Read a job from Megatron's flags by name, `true` for a bare one; raises PipetteError for an impossible one."""
-    return _job(tuple(command_line({"train-iters": 1, **args}, flag_table(version))), world_size, device_name, version)
+    words = tuple(command_line({"train-iters": 1, **args}, flag_table(version)))
+    return _job(words, world_size, device_name, version, tuple(sorted((environment or {}).items())))
 
 
 @lru_cache(maxsize=4096)
-def _job(words: tuple[str, ...], world_size: int, device_name: str, version: str) -> Job:
+def _job(
+    words: tuple[str, ...], world_size: int, device_name: str, version: str, environment: tuple[tuple[str, str], ...]
+) -> Job:
     return read_job(
         words,
         world_size=world_size,
@@ -29,4 +39,5 @@ def _job(words: tuple[str, ...], world_size: int, device_name: str, version: str
         device_kind="cuda",
         without_probes=True,
         device_name=device_name,
+        environment=dict(environment),
     )

@@ -16,7 +16,6 @@ from typing import NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.layers.attention import Attention
 from pipette_launch.cost.layers.block import FP32_BYTES, Parameters, narrow_bits
 from pipette_launch.cost.layers.ends import depth_parameters
 from pipette_launch.cost.layers.kinds import blocks_of, kind_parameters

@@ -8,9 +8,11 @@ system weigh like one row, and errors beyond `OUTLIER` count less (Huber 1964).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +24,15 @@ from benchmarks.validation.nvidia_rows import measured_s, read_rows, read_shapes
 from benchmarks.validation.tables import Row
 from pipette_launch.cost.layers import mlp
 from pipette_launch.errors import PipetteError
-from pipette_launch.facts import Job
+from pipette_launch.facts import Job, Layout
 
 Array = NDArray[np.float64]
 
 KINDS = ("dense", "experts", "hybrid")
 RECORD = Path(__file__).parents[2] / "pipette_launch" / "facts" / "data" / "published_errors.csv"
 NOISE, OUTLIER = 0.06, 0.15
+FEW_PAIRS = 10
+"""A kind of models with fewer pairs of layouts quotes the pairs of all models."""
 _ROUNDS, _STEP = 2, 0.02
 _BLACKWELL = 10
 _ROUTERS = ("ROUTER_KERNELS", "FUSED_ROUTER_KERNELS", "FLEX_ROUTER_KERNELS")
@@ -87,6 +91,8 @@ class LeftOut:
 
     error_by_model: dict[tuple[str, str], tuple[float, ...]]
     """Predicted by measured seconds minus 1, by kind and model."""
+    lead_errors: dict[str, tuple[float, ...]]
+    """Errors of the lead of one layout over another layout of one model, system and precision, by kind of model."""
     factors: dict[str, tuple[float, float, float]]
     """Factor on each built-in constant: fitted to all rows, then least and largest of the fits without a model."""
 
@@ -129,14 +135,28 @@ def left_out(runs: Runs) -> LeftOut:
         log_K = _fitted(slope_NK, offset_N, weight_N)
     names = np.array([row["model"] for row in runs.rows])
     errors: dict[tuple[str, str], tuple[float, ...]] = {}
-    fits = []
+    fits, left_N = [], np.zeros(len(names))
     for model in dict.fromkeys(names.tolist()):
         mine = np.flatnonzero(names == model)
         fits.append(_fitted(slope_NK, offset_N, weight_N * (names != model)))
-        errors[runs.kinds[mine[0]], model] = tuple(np.expm1(_log_errors(runs, fits[-1], mine)).tolist())
+        left_N[mine] = _log_errors(runs, fits[-1], mine)
+        errors[runs.kinds[mine[0]], model] = tuple(np.expm1(left_N[mine]).tolist())
     spread = zip(CONSTANTS, np.exp(log_K), np.exp(np.min(fits, axis=0)), np.exp(np.max(fits, axis=0)), strict=True)
     factors = {", ".join(one.names): (float(fit), float(least), float(most)) for one, fit, least, most in spread}
-    return LeftOut(error_by_model=errors, factors=factors)
+    return LeftOut(error_by_model=errors, lead_errors=_lead_errors(runs, left_N), factors=factors)
+
+
+def _lead_errors(runs: Runs, error_N: Array) -> dict[str, tuple[float, ...]]:
+    """Return 1 - exp(-|difference of log errors|) for each pair of layouts; rows of one layout count as their mean."""
+    groups: dict[tuple[str, ...], dict[Layout, list[float]]] = {}
+    for row, kind, number, error in zip(runs.rows, runs.kinds, runs.job_N, error_N, strict=True):
+        group = groups.setdefault((kind, row["model"], row["system"], row["precision"]), {})
+        group.setdefault(runs.jobs[number][0].own, []).append(float(error))
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for (kind, *_), layouts in groups.items():
+        means = [float(np.mean(errors)) for errors in layouts.values()]
+        found[kind] += [1 - math.exp(-abs(one - other)) for one, other in combinations(means, 2)]
+    return {kind: tuple(errors) for kind, errors in found.items()}
 
 
 def table(found: LeftOut) -> str:
@@ -149,6 +169,9 @@ def table(found: LeftOut) -> str:
     for kind in KINDS:
         rows, mean, worst, most = found.of(kind)
         lines.append(f"| {kind} | {rows} | {mean:.1%} | {worst} | {most:.1%} |")
+    lines += ["", "| kind | pairs of layouts | mean error of the lead | median |", "|---|--:|--:|--:|"]
+    for kind, leads in found.lead_errors.items():
+        lines.append(f"| {kind} | {len(leads)} | {np.mean(leads):.1%} | {np.median(leads):.1%} |")
     lines += ["", "| constants | rows | factor of a fit to all rows | least and largest factor without a model |"]
     lines.append("|---|---|--:|--:|")
     for one, (fit, least, most) in zip(CONSTANTS, found.factors.values(), strict=True):
@@ -158,12 +181,16 @@ def table(found: LeftOut) -> str:
 
 def record(found: LeftOut, path: Path = RECORD) -> None:
     """Write the errors that predictions quote."""
-    lines = ["kind,rows,models,mean_error,worst_model,worst_error"]
+    lines = ["kind,rows,models,mean_error,worst_model,worst_error,pairs,lead_error"]
     for kind in KINDS:
         rows, mean, worst, most = found.of(kind)
         models = sum(one == kind for one, _ in found.error_by_model)
         words = "models with experts" if kind == "experts" else f"{kind} models"
-        lines.append(f"{words},{rows},{models},{100 * mean:.1f} %,{worst},{100 * most:.1f} %")
+        leads, of_models = found.lead_errors[kind], words
+        if len(leads) < FEW_PAIRS:
+            leads, of_models = sum(found.lead_errors.values(), ()), "all models"
+        of_leads = f"{len(leads)} pairs of layouts of {of_models},{100 * np.mean(leads):.1f} %"
+        lines.append(f"{words},{rows},{models},{100 * mean:.1f} %,{worst},{100 * most:.1f} %,{of_leads}")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

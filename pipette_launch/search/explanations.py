@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from pipette_launch.cost.compute.device_model import published
 from pipette_launch.cost.learned import LEARNED
 from pipette_launch.cost.memory.overhead import has_expandable_segments, measured_overhead, uncounted
 from pipette_launch.cost.memory.peak import NO_MASK, mask_notes, without_mask
@@ -52,7 +53,7 @@ def reasons(inputs: SearchInputs, chosen: Chosen, *, floor_s: float, margin: flo
     another plan had to save.
     """
     why = _why_own(chosen, margin) if chosen.keeps_own else _why_other(inputs, chosen)
-    return (*why, *_runner_up(chosen), _bound(chosen), _floor(chosen, floor_s))
+    return (*why, *_runner_up(chosen), *_doubt(inputs, chosen), _bound(chosen), _floor(chosen, floor_s))
 
 
 def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
@@ -213,6 +214,23 @@ def _runner_up(chosen: Chosen) -> list[str]:
     if behind < _PRINTS_AS_ZERO:
         return [f"{runner_up} is predicted to be equally fast."]
     return [f"{runner_up} takes {seconds_text(second.step_time_s)}, {behind:.1%} more."]
+
+
+def _doubt(inputs: SearchInputs, chosen: Chosen) -> list[str]:
+    """Compare the plan's leads with the usual error of a predicted lead, on machines that were not measured."""
+    own, errors = chosen.own, published(inputs.job)
+    rivals = {"your own configuration": own} if own.fits and not inputs.own_cannot_run else {}
+    rivals |= {"the runner-up": chosen.alternatives[0]} if chosen.alternatives else {}
+    if not inputs.cluster.imagined or chosen.keeps_own or not rivals:
+        return []
+    leads = {name: max(0.0, 1 - chosen.choice.step_time_s / rival.step_time_s) for name, rival in rivals.items()}
+    usual = float(errors["lead_error"].split()[0]) / 100
+    words = [
+        f"the lead over {name}, {lead:.1%}, is {'larger' if lead > usual else 'smaller'}"
+        for name, lead in leads.items()
+    ]
+    known = "Leads of published layouts were predicted {lead_error} off in the mean ({pairs})".format(**errors)
+    return [f"{known}: {', and '.join(words)}."]
 
 
 def _bound(chosen: Chosen) -> str:

@@ -12,6 +12,7 @@ from search.worlds import ALL_FIELDS, on_gpus, pipeline_job, planned, two_racks
 from pipette_launch.cost.step.predictor import NOT_MODELLED
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Batch, ComputeCase, Layout
+from pipette_launch.facts.known_devices import known_devices
 from pipette_launch.report.screen import NOT_MODELLED as PREFIX
 
 
@@ -22,6 +23,20 @@ def test_all_is_said_in_sentences() -> None:
     assert all(sentence.endswith(".") and sentence[0] == sentence[0].upper() for sentence in plan.notes)
     assert all(sentence.endswith(".") for sentence in plan.reasons)
     assert plan.notes[0] == "Something is pinned."
+
+
+def test_a_lead_is_compared_with_published_leads() -> None:
+    """Without measurements a reason says which leads exceed the usual error of leads; measured leads have scatter."""
+    measured = tiny_measurements(tiny_cluster())
+    imagined = replace(measured, cluster=replace(measured.cluster, imagined=known_devices()["H100-SXM"]))
+    plan, plain = planned(tiny_job(4), imagined), planned(tiny_job(4))
+    lead = 1 - plan.chosen.step_time_s / plan.own.step_time_s
+
+    (found,) = [reason for reason in plan.reasons if "Leads of published layouts were predicted" in reason]
+    usual = float(found.split(" % off")[0].split()[-1]) / 100
+    size = "larger" if lead > usual else "smaller"
+    assert f"the lead over your own configuration, {lead:.1%}, is {size}" in found
+    assert not any("Leads of published" in reason for reason in plain.reasons)
 
 
 def test_what_is_not_modelled_is_listed() -> None:

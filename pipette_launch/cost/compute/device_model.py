@@ -245,13 +245,18 @@ def modelled_compute(job: Job, device: DeviceSpec, layouts: Iterable[Layout]) ->
     return tuple(found)
 
 
+def published(job: Job) -> dict[str, str]:
+    """Return the errors of predictions for published runs of this kind of model."""
+    kind = "hybrid models" if job.model.hybrid else "models with experts" if job.model.num_experts else "dense models"
+    return _PUBLISHED_ERRORS[kind]
+
+
 def published_error(job: Job) -> str:
     """Return a sentence about the error of predictions for published runs of this kind of model."""
-    kind = "hybrid models" if job.model.hybrid else "models with experts" if job.model.num_experts else "dense models"
     return (
         "Steps of {models} published {kind} ({rows} runs) were predicted {mean_error} off in the mean, and "
         "{worst_error} off for the worst model, {worst_model}. Fitted constants had not seen the predicted model."
-    ).format(**_PUBLISHED_ERRORS[kind])
+    ).format(**published(job))
 
 
 def assumptions(

@@ -21,6 +21,7 @@ import enum
 import json
 import signal
 import sys
+import typing
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,12 @@ def plain(value: Any) -> Any:
 
 def parsed(checkout: str) -> dict[str, list[Any]]:
     """Rows of the flags that the parser of a checkout defines."""
-    sys.path.insert(0, checkout)
+    sys.path[:0] = [checkout, str(Path(__file__).parent.parent)]
+    from benchmarks.stand_ins import StandIns
+
+    # From 0.16 on, Megatron imports triton, which exists only beside CUDA, and from 0.18 on `override` of Python 3.12.
+    sys.meta_path.append(StandIns({"triton"}))
+    typing.override = getattr(typing, "override", lambda function: function)  # type: ignore[attr-defined]
     from megatron.training import arguments
 
     parser = argparse.ArgumentParser(allow_abbrev=False)

@@ -11,17 +11,14 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from benchmarks.stand_ins import Record, StandIns
 from benchmarks.validation.nvidia import DEVICES
 from benchmarks.validation.options import DATA
 
@@ -34,7 +31,9 @@ HEAD = """\
 # allocator: PYTORCH_CUDA_ALLOC_CONF of the recipe. published: newest release whose performance summary has this layout.
 """
 REAL = ("megatron.bridge.perf_recipes", "megatron.bridge.recipes", "megatron.bridge.training.mixed_precision")
-"""Modules of the checkout that run; stand-ins replace all others."""
+"""Modules of the checkout that run."""
+STAND_INS = ("megatron", "torch", "transformers", "transformer_engine", "omegaconf")
+"""Packages whose other modules do not run."""
 MODELS = {
     "llama3_8b": "LLAMA3-8B",
     "llama3_70b": "LLAMA3-70B",
@@ -93,18 +92,6 @@ SAME = {
 """Settings whose flag has the same name, by part of a recipe."""
 
 
-class Record:
-    """Values that a recipe sets. A value that no recipe has set is None."""
-
-    def __init__(self, *_: Any, **values: Any) -> None:
-        vars(self).update(values)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
-
-
 class Recipe(Record):
     """A recipe: parts that it does not set exist, and are empty."""
 
@@ -112,48 +99,6 @@ class Recipe(Record):
         if name.startswith("__"):
             raise AttributeError(name)
         return vars(self).setdefault(name, Record())
-
-
-class _Names(type):
-    """A class whose members are their own names, as enumerations that recipes index."""
-
-    def __getitem__(cls, name: str) -> str:
-        return name
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Name(name)
-
-
-class _Name(str):
-    """A function or value of a module that does not run: calls return a record, decorators change nothing."""
-
-    __slots__ = ()
-
-    def __call__(self, *args: Any, **values: Any) -> Any:
-        is_decorator = len(args) == 1 and callable(args[0]) and not isinstance(args[0], str)
-        return args[0] if is_decorator and not values else Record(**values)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Record if name in {"from_hf_pretrained", "from_config_dict"} else _Name(name)
-
-
-class _StandIn(ModuleType):
-    """A module whose classes are records and whose functions return records."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name == "AutoBridge":
-            return _Bridge
-        if name == "ConfigContainer":
-            return Recipe
-        made = _Names(name, (Record,), {}) if name[:1].isupper() else _Name(name)
-        setattr(self, name, made)
-        return made
 
 
 class _Bridge:
@@ -169,33 +114,11 @@ class _Bridge:
     to_megatron_provider = get_model_config
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the recipes in the checkout, and stand-ins for every other module that the recipes import."""
-
-    def __init__(self, source: Path) -> None:
-        self._source = source
-
-    def find_spec(self, name: str, _path: Any, _target: Any = None) -> Any:
-        if name.partition(".")[0] not in {"megatron", "torch", "transformers", "transformer_engine", "omegaconf"}:
-            return None
-        place = self._source.joinpath(*name.split("."))
-        if any(f"{name}.".startswith(f"{real}.") for real in REAL):
-            folder = [str(place)] if place.is_dir() else None
-            file = place / "__init__.py" if folder else place.with_suffix(".py")
-            return importlib.util.spec_from_file_location(name, file, submodule_search_locations=folder)
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: Any) -> ModuleType:
-        return _StandIn(spec.name)
-
-    def exec_module(self, _module: ModuleType) -> None:
-        pass
-
-
 def recipes(checkout: Path) -> Iterator[tuple[str, Callable[[], Recipe]]]:
     """Yield name and function of each flat performance recipe of a checkout."""
     source = checkout / "src"
-    sys.meta_path.insert(0, _Finder(source))
+    classes = {"AutoBridge": _Bridge, "ConfigContainer": Recipe}
+    sys.meta_path.insert(0, StandIns(STAND_INS, source=source, real=REAL, classes=classes))
     for file in sorted(source.glob("megatron/bridge/perf_recipes/*/*/*.py")):
         name = ".".join(file.relative_to(source).with_suffix("").parts)
         module = importlib.import_module(name.removesuffix(".__init__"))

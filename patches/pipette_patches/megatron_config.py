@@ -27,15 +27,15 @@ class NotModelledError(PipetteError):
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _STATE_DTYPES = {**DTYPES, "fp8": torch.uint8}
 _RANK_OPTIONS = """
-apply_query_key_layer_scaling apply_rope_fusion attention_output_gate attention_softmax_in_fp32 bias_dropout_fusion
+apply_query_key_layer_scaling apply_rope_fusion attention_softmax_in_fp32 bias_dropout_fusion
 calculate_per_token_loss cross_entropy_fusion_impl cross_entropy_loss_fusion defer_embedding_wgrad_compute
 distribute_saved_activations fine_grained_activation_offloading fp32_residual_connection gradient_accumulation_fusion
 masked_softmax_fusion min_offloaded_tensor_size moe_apply_probs_on_input moe_expert_capacity_factor moe_grouped_gemm
 moe_input_jitter_eps moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_dtype moe_router_enable_expert_bias
 moe_router_group_topk moe_router_num_groups moe_router_padding_for_quantization moe_router_pre_softmax
-moe_router_score_function moe_router_topk_scaling_factor moe_shared_expert_gate moe_shared_expert_overlap
+moe_router_score_function moe_router_topk_scaling_factor moe_shared_expert_overlap
 moe_token_drop_policy moe_z_loss_coeff offload_modules overlap_moe_expert_parallel_comm overlap_p2p_comm_warmup_flush
-qk_layernorm rope_type softmax_type wgrad_deferral_limit
+qk_layernorm rope_type wgrad_deferral_limit
 """
 """Options that set a field of TransformerConfig with the same name, and that have no field in `Job`."""
 _OPTIMIZER_SWITCHES = "use_precision_aware_optimizer overlap_param_gather_with_optimizer_step"
@@ -175,6 +175,9 @@ def rank_config(job: Job, layout: Layout, *, chunks: tuple[int, ...], changes: M
         **({"mtp_num_layers": model.mtp_num_layers, "mtp_loss_scaling_factor": 0.1} if model.mtp_num_layers else {}),
         **(changes or {}),
     }
+    # Releases before 0.16 lack these fields.
+    newer = {"attention_output_gate": False, "softmax_type": "vanilla", "moe_shared_expert_gate": False}
+    fields |= {name: getattr(model, name) for name, usual in newer.items() if getattr(model, name) != usual}
     if model.attention_windows:
         fields["window_attn_skip_freq"] = model.has_window
     if model.num_experts:

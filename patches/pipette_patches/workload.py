@@ -26,7 +26,14 @@ from pipette_launch.errors import PipetteError
 from pipette_launch.facts import ComputeCase, Job, Layout, ModelSpec
 from pipette_launch.facts.job import SCRIPT_ONLY
 from pipette_launch.facts.measurements import Part as PartName
-from pipette_launch.facts.model import KINDS_WITH_ATTENTION, KINDS_WITH_EXPERTS, LETTERS, TRANSFORMER_KINDS, LayerKind
+from pipette_launch.facts.model import (
+    BLOCKS,
+    KINDS_WITH_ATTENTION,
+    KINDS_WITH_EXPERTS,
+    LETTERS,
+    TRANSFORMER_KINDS,
+    LayerKind,
+)
 from pipette_launch.megatron.layout import STACKS
 from pipette_launch.megatron.performance import given_options
 from pipette_patches import registry
@@ -178,7 +185,7 @@ def workload(
 
 def needs_script(job: Job) -> bool:
     """Return whether only the job's own script can build the layers."""
-    is_other = bool(job.model.hybrid or job.model.foreign)
+    is_other = bool(job.model.hybrid or job.model.foreign or job.model.linear_layers or job.model.moe_latent_size)
     return is_other or any(flag.startswith(SCRIPT_ONLY) for flag in job.performance_flags)
 
 
@@ -208,6 +215,8 @@ def one_of_each(job: Job, case: ComputeCase, *, device_kind: str) -> tuple[Job, 
     if hybrid:
         letters = {kind: letter for letter, kind in LETTERS.items()}
         changes["hybrid"] = dataclasses.replace(hybrid, pattern="".join(map(letters.__getitem__, kinds)))
+    if model.linear_layers:
+        changes["linear_layers"] = tuple(int("delta" in BLOCKS[kind]) for kind in kinds)
     if model.num_experts:
         local_experts = max(model.num_experts // job.own.ep, model.moe_router_topk)
         experts = tuple(int(kind in KINDS_WITH_EXPERTS) for kind in kinds)

@@ -14,10 +14,10 @@ from pipette_launch.facts.measurements import (
     Samples,
     StageReading,
 )
-from pipette_launch.facts.model import HybridLayers, LatentAttention, ModelSpec
+from pipette_launch.facts.model import GatedDelta, HybridLayers, LatentAttention, ModelSpec
 from pipette_launch.facts.plan import Choice, Plan, Provenance, Setting
 
 __all__ = ["Batch", "Cell", "Choice", "Cluster", "CollectiveTime", "ComputeCase", "ComputeTime", "Device"]
-__all__ += ["DeviceOverhead", "Host", "HybridLayers", "Job", "LatentAttention", "Layout", "Links", "LoadingTime"]
-__all__ += ["Measurements", "MemoryReading", "ModelSpec", "Plan", "Provenance", "Recompute", "Samples", "Setting"]
-__all__ += ["StageReading"]
+__all__ += ["DeviceOverhead", "GatedDelta", "Host", "HybridLayers", "Job", "LatentAttention", "Layout", "Links"]
+__all__ += ["LoadingTime", "Measurements", "MemoryReading", "ModelSpec", "Plan", "Provenance", "Recompute", "Samples"]
+__all__ += ["Setting", "StageReading"]

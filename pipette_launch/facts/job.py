@@ -22,7 +22,7 @@ OTHER_MODELS = ("--decoder-num-layers", "--decoder-seq-length", "--img-h", "--vi
 """Flags of models that are not decoder-only language models."""
 SCRIPT_ONLY = (
     *("--enable-mhc-connections", "--experimental-attention-variant", "--hybrid-layer-pattern"),
-    *("--hybrid-override-pattern", "--moe-latent-size", "--spec", *OTHER_MODELS),
+    *("--hybrid-override-pattern", "--spec", *OTHER_MODELS),
 )
 """Flags of layers that no formula knows, and that only the job's own script builds."""
 RING = "p2p"
@@ -176,7 +176,6 @@ class PerformanceOptions:
     moe_router_padding_for_quantization: bool = False
     moe_router_pre_softmax: bool = False
     moe_router_score_function: str = "softmax"
-    moe_shared_expert_gate: bool = False
     moe_shared_expert_overlap: bool = False
     moe_token_dispatcher_type: str = "allgather"  # noqa: S105  this token is text, not a password
     moe_use_legacy_grouped_gemm: bool = False

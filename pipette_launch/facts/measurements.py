@@ -21,7 +21,7 @@ from pipette_launch.facts.files import ADDED_LATER, check_numbers, to_plain
 from pipette_launch.facts.health import DeviceCondition, Verdict
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.model import LETTERS, TRANSFORMER_KINDS, LayerKind, ModelSpec
+from pipette_launch.facts.model import BLOCKS, LayerKind, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +177,7 @@ class LinkSurvey:
 
 ERROR_OF_MEDIAN = 1.4826 * 1.2533
 """Standard error of a median divided by (median absolute deviation / sqrt(count)), for normal scatter."""
-LAYERS: tuple[str, ...] = (*TRANSFORMER_KINDS, *LETTERS.values())
+LAYERS: tuple[str, ...] = tuple(BLOCKS)
 
 CollectiveKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 """Collectives that the warm-up times."""
@@ -430,7 +430,7 @@ class Measurements:
 def layers_digest(model: ModelSpec) -> str:
     """Return a digest of everything that affects a layer of the model, except the number of layers."""
     plain = files.to_plain(model)
-    of_all_layers = ("num_layers", "moe_layer_freq")
+    of_all_layers = ("num_layers", "moe_layer_freq", "linear_layers")
     return files.digest({name: value for name, value in plain.items() if name not in of_all_layers})
 
 

@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.files import ADDED_LATER, check_numbers
 
-_Modelled: TypeAlias = Literal["layer", "moe_layer", "mamba_layer", "attention_layer", "mlp_layer", "expert_layer"]
-LayerKind: TypeAlias = Literal[_Modelled, "delta_layer", "sparse_layer", "latent_layer"]
-"""`layer` and `moe_layer` are transformer layers without and with experts.
-
-The other kinds occur only in hybrid models.
-"""
-TRANSFORMER_KINDS: tuple[LayerKind, ...] = ("layer", "moe_layer")
-UNMODELLED: dict[str, LayerKind] = {"G": "delta_layer", "D": "sparse_layer", "+": "latent_layer"}
+BlockKind: TypeAlias = Literal["attention", "delta", "mamba", "mlp", "experts"]
+_Transformer: TypeAlias = Literal["delta_mlp_layer", "delta_moe_layer", "layer", "moe_layer"]
+_Single: TypeAlias = Literal["mamba_layer", "attention_layer", "mlp_layer", "expert_layer", "delta_layer"]
+LayerKind: TypeAlias = Literal[_Transformer, _Single, "sparse_layer", "latent_layer"]
+BLOCKS: dict[LayerKind, tuple[BlockKind, ...]] = {
+    "delta_mlp_layer": ("delta", "mlp"),
+    "delta_moe_layer": ("delta", "experts"),
+    "layer": ("attention", "mlp"),
+    "moe_layer": ("attention", "experts"),
+    "delta_layer": ("delta",),
+    "sparse_layer": ("attention",),
+    "latent_layer": ("attention",),
+    "mamba_layer": ("mamba",),
+    "attention_layer": ("attention",),
+    "mlp_layer": ("mlp",),
+    "expert_layer": ("experts",),
+}
+"""Blocks of each kind of layer, in order. Only hybrid models have layers with a single block."""
+LETTERS: dict[str, LayerKind] = {
+    "G": "delta_layer",
+    "D": "sparse_layer",
+    "+": "latent_layer",
+    "M": "mamba_layer",
+    "*": "attention_layer",
+    "-": "mlp_layer",
+    "E": "expert_layer",
+}
+"""Letters of the layer kinds in Megatron's patterns of hybrid models. Attention has latents in layers `D` and `+`."""
+UNMODELLED = {"D"}
 """Letters of layers that only the job's own script builds. Formulas treat these layers as attention layers."""
-LETTERS = UNMODELLED | {"M": "mamba_layer", "*": "attention_layer", "-": "mlp_layer", "E": "expert_layer"}
-"""Letters of the layer kinds in Megatron's patterns of hybrid models."""
-KINDS_WITH_EXPERTS: tuple[LayerKind, ...] = ("moe_layer", "expert_layer")
-KINDS_WITH_ATTENTION: tuple[LayerKind, ...] = (*TRANSFORMER_KINDS, "attention_layer", *UNMODELLED.values())
-_DENSE: tuple[LayerKind, ...] = ("layer", "mlp_layer")
+TRANSFORMER_KINDS = tuple(kind for kind, blocks in BLOCKS.items() if len(blocks) == 2)
+_KIND_OF = {BLOCKS[kind]: kind for kind in TRANSFORMER_KINDS}
+_MIXERS: tuple[BlockKind, ...] = ("attention", "delta")
+_FEED_FORWARDS: tuple[BlockKind, ...] = ("mlp", "experts")
+KINDS_WITH_EXPERTS, KINDS_WITH_ATTENTION, _KINDS_WITH_MLP = (
+    tuple(kind for kind, blocks in BLOCKS.items() if block in blocks) for block in ("experts", "attention", "mlp")
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +73,13 @@ class HybridLayers:
         if strange or not self.pattern:
             raise FactError(f"layers of a hybrid model are {' '.join(LETTERS)}, got {' '.join(strange) or 'none'}")
         heads, groups = self.mamba_num_heads, self.mamba_num_groups
-        if "M" in self.pattern + self.mtp_pattern and heads % groups:
+        if self.has_mamba and heads % groups:
             raise FactError(f"mamba_num_groups={groups} does not divide mamba_num_heads={heads}")
+
+    @property
+    def has_mamba(self) -> bool:
+        """True if any layer is a Mamba layer."""
+        return "M" in self.pattern + self.mtp_pattern
 
     @property
     def mamba_channels(self) -> int:
@@ -76,6 +104,56 @@ class HybridLayers:
     def mamba_scan_flops_per_token(self) -> float:
         """FLOPs of one layer's scan for one token, by Megatron-LM's formula (mamba_layer_flops of core_v0.17)."""
         return 7.0 * self.mamba_channels * self.mamba_state_dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedDelta:
+    """Gated delta network (arXiv 2412.06464), whose field names are Megatron's.
+
+    Each value head has a state of one key by one value. Sources: megatron/core/ssm/gated_delta_net of core_v0.19, and
+    `num_floating_point_operations` of megatron/training/training.py.
+    """
+
+    linear_conv_kernel_dim: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+
+    def __post_init__(self) -> None:
+        check_numbers(self, *self.__slots__)
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        if values % keys:
+            raise FactError(f"linear_num_key_heads={keys} does not divide linear_num_value_heads={values}")
+
+    @property
+    def keys(self) -> int:
+        """Number of channels of all keys, and of all queries."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def values(self) -> int:
+        """Number of channels of all values, and of their gates."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def convolved(self) -> int:
+        """Number of channels of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def projected(self) -> int:
+        """Number of columns of the input projection: convolved channels, gates, and two numbers for each value head."""
+        return self.convolved + self.values + 2 * self.linear_num_value_heads
+
+    def weights(self, hidden_size: int) -> int:
+        """Return the number of weights in the input and output projections of one layer."""
+        return hidden_size * (self.projected + self.values)
+
+    def flops_per_token(self, hidden_size: int) -> float:
+        """Return the FLOPs of one forward for one token: projections, convolution, and four products with the state."""
+        state = self.values * self.linear_value_head_dim
+        return 2.0 * (self.weights(hidden_size) + self.linear_conv_kernel_dim * self.convolved + 4 * state)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,13 +240,24 @@ class ModelSpec:
 
     0 = all earlier tokens. The list is empty if no layer has a window.
     """
+    linear_attention: GatedDelta | None = field(default=None, metadata=ADDED_LATER)
+    """Sizes of gated delta networks, which replace attention in `linear_layers` or in layers G of a hybrid model."""
+    linear_layers: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    """One entry for each layer: 1 has a gated delta network, 0 has attention. The list is empty without `1`."""
+    attention_output_gate: bool = field(default=False, metadata=ADDED_LATER)
+    """True if gates as wide as the query multiply the output of attention."""
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = field(default="vanilla", metadata=ADDED_LATER)
+    """Sink of attention. A learnable sink has one parameter for each head."""
+    moe_latent_size: int = field(default=0, metadata=ADDED_LATER)
+    """Width of the tokens that routed experts receive. 0 = the hidden size."""
+    moe_shared_expert_gate: bool = field(default=False, metadata=ADDED_LATER)
     foreign: str = field(default="", metadata=ADDED_LATER)
     """Name of the script's kind of model, such as `bert`, if no formula describes the model. Empty = decoder-only."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
         check_numbers(self, "kv_channels", "seq_length", "vocab_size", "make_vocab_size_divisible_by")
-        check_numbers(self, "mtp_num_layers", limit=0)
+        check_numbers(self, "mtp_num_layers", "moe_latent_size", limit=0)
         heads, groups = self.num_attention_heads, self.num_query_groups
         if heads % groups:
             raise FactError(f"num_query_groups={groups} does not divide num_attention_heads={heads}")
@@ -176,6 +265,10 @@ class ModelSpec:
             raise FactError(f"moe_layer_freq has {len(self.moe_layer_freq)} entries for {self.num_layers} layers")
         if len(self.attention_windows) not in (0, self.num_layers) or min(self.attention_windows, default=0) < 0:
             raise FactError(f"attention_windows needs {self.num_layers} numbers from 0 on, one for each layer")
+        if len(self.linear_layers) not in (0, self.num_layers):
+            raise FactError(f"linear_layers has {len(self.linear_layers)} entries for {self.num_layers} layers")
+        if self.linear_attention is None and any("delta" in BLOCKS[kind] for kind in self.possible_kinds):
+            raise FactError("the model has layers of gated delta networks, but no linear_attention")
         if self.hybrid and len(self.hybrid.pattern) != self.num_layers:
             raise FactError(f"the pattern has {len(self.hybrid.pattern)} letters for {self.num_layers} layers")
         if self.hybrid and "E" in self.hybrid.pattern + self.hybrid.mtp_pattern and not self.num_experts:
@@ -189,41 +282,39 @@ class ModelSpec:
     @property
     def possible_kinds(self) -> tuple[LayerKind, ...]:
         """All kinds of layers of a hybrid model, and all kinds of other models."""
-        letters = self.hybrid.pattern + self.hybrid.mtp_pattern if self.hybrid else ""
-        return tuple(kind for letter, kind in LETTERS.items() if letter in letters) or TRANSFORMER_KINDS
+        if self.hybrid:
+            letters = self.hybrid.pattern + self.hybrid.mtp_pattern
+            return tuple(kind for letter, kind in LETTERS.items() if letter in letters)
+        return tuple(dict.fromkeys(("layer", "moe_layer", *self.layer_kinds)))
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer of the model."""
         if self.hybrid:
             return tuple(LETTERS[letter] for letter in self.hybrid.pattern)
-        kinds = tuple(TRANSFORMER_KINDS[moe] for moe in self.moe_layer_freq)
-        return kinds or TRANSFORMER_KINDS[:1] * self.num_layers
+        nothing = (0,) * self.num_layers
+        pairs = zip(self.linear_layers or nothing, self.moe_layer_freq or nothing, strict=True)
+        return tuple(_KIND_OF[_MIXERS[is_linear], _FEED_FORWARDS[has_experts]] for is_linear, has_experts in pairs)
 
     @property
     def prediction_kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of the layers in one depth of multi-token prediction."""
+        """The kinds of the layers in one depth of multi-token prediction; as the last layer if not hybrid."""
         if not self.mtp_num_layers:
             return ()
         if self.hybrid:
             return tuple(LETTERS[letter] for letter in self.hybrid.mtp_pattern)
-        return (TRANSFORMER_KINDS[self.has_expert_prediction],)
+        return self.layer_kinds[-1:]
 
     @property
     def has_dense_mlps(self) -> bool:
         """True if any layer has an MLP of width `ffn_hidden_size`, including layers of multi-token prediction."""
-        return not {*self.layer_kinds, *self.prediction_kinds}.isdisjoint(_DENSE)
+        return not {*self.layer_kinds, *self.prediction_kinds}.isdisjoint(_KINDS_WITH_MLP)
 
     @property
     def prediction_copies(self) -> int:
         """Number of depths of multi-token prediction that have weights of their own."""
         shares = self.hybrid is not None and self.hybrid.mtp_use_repeated_layer
         return min(self.mtp_num_layers, 1) if shares else self.mtp_num_layers
-
-    @property
-    def has_expert_prediction(self) -> bool:
-        """True if the layers of multi-token prediction have experts, as the last layer of the model then has."""
-        return bool(self.mtp_num_layers and self.moe_layer_freq and self.moe_layer_freq[-1])
 
     def padded_vocab_size(self, tp: int) -> int:
         """Return the vocabulary size padded to a multiple of `make_vocab_size_divisible_by * tp`."""
@@ -235,54 +326,57 @@ class ModelSpec:
         if self.latent_attention:
             return self.latent_attention.weights(self.hidden_size, self.num_attention_heads)
         query = self.kv_channels * self.num_attention_heads
-        qkv = query + 2 * self.kv_channels * self.num_query_groups
+        qkv = (1 + self.attention_output_gate) * query + 2 * self.kv_channels * self.num_query_groups
         qkv_bias = qkv if self.add_bias_linear or self.add_qkv_bias else 0
         return self.hidden_size * (qkv + query) + qkv_bias + (self.hidden_size if self.add_bias_linear else 0)
 
-    def mlp_parameters(self, ffn_hidden_size: int | None = None) -> int:
-        """Return the number of weights and biases of one dense MLP, or of one expert of the given width."""
-        ffn = self.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size
+    def mlp_parameters(self, ffn_hidden_size: int | None = None, hidden_size: int | None = None) -> int:
+        """Return the number of weights and biases of one dense MLP, or of an MLP of the given widths."""
+        ffn, hidden = ffn_hidden_size or self.ffn_hidden_size, hidden_size or self.hidden_size
         first = ffn * (2 if self.gated_linear_unit else 1)
-        bias = first + self.hidden_size if self.add_bias_linear else 0
-        return self.hidden_size * (first + ffn) + bias
+        return hidden * (first + ffn) + (first + hidden if self.add_bias_linear else 0)
+
+    def expert_parameters(self) -> int:
+        """Return the number of weights and biases of one routed expert."""
+        return self.mlp_parameters(self.moe_ffn_hidden_size, self.moe_latent_size)
 
     def norm_parameters(self) -> int:
         """Return the number of parameters of one norm."""
         return self.hidden_size * (2 if self.normalization == "LayerNorm" else 1)
 
     def kind_flops_per_token(self, kind: LayerKind) -> float:
-        """Return the FLOPs of one layer's forward for one token. The count ignores the causal mask.
+        """Return the FLOPs of one layer's forward for one token. The count ignores the causal mask."""
+        return sum(map(self.block_flops_per_token, BLOCKS[kind]))
+
+    def block_flops_per_token(self, block: BlockKind) -> float:
+        """Return the FLOPs of one block's forward for one token. The count ignores the causal mask.
 
         A multiply-add counts as 2 FLOPs, so projections take 2 FLOPs per weight. Attention scores and context take
-        4*s*a*d for s tokens and a heads of d channels (Narayanan et al. 2021, appendix). Mamba scans count as in
-        Megatron-LM.
+        4*s*a*d for s tokens and a heads of d channels (Narayanan et al. 2021, appendix). Mamba scans and gated delta
+        rules count as in Megatron-LM.
         """
-        if kind == "mamba_layer":
+        hidden = self.hidden_size
+        if block == "mamba":
             assert self.hybrid is not None
-            return 2.0 * self.hybrid.mamba_matrices(self.hidden_size) + self.hybrid.mamba_scan_flops_per_token
-        matrices, core = 0, 0.0
-        if kind in KINDS_WITH_ATTENTION:
-            matrices += self.attention_parameters()
-            core = self.core_flops_per_token
-        if kind in KINDS_WITH_EXPERTS:
-            matrices += self.moe_router_topk * self.mlp_parameters(self.moe_ffn_hidden_size)
-            matrices += self.hidden_size * (self.num_experts or 0)
-            if self.moe_shared_expert_intermediate_size:
-                matrices += self.mlp_parameters(self.moe_shared_expert_intermediate_size)
-        elif kind in _DENSE:
-            matrices += self.mlp_parameters()
-        return 2.0 * matrices + core
+            return 2.0 * self.hybrid.mamba_matrices(hidden) + self.hybrid.mamba_scan_flops_per_token
+        if block == "delta":
+            assert self.linear_attention is not None
+            return self.linear_attention.flops_per_token(hidden)
+        if block == "attention":
+            return 2.0 * self.attention_parameters() + self.core_flops_per_token
+        if block == "mlp":
+            return 2.0 * self.mlp_parameters()
+        matrices = self.moe_router_topk * self.expert_parameters() + hidden * (self.num_experts or 0)
+        if self.moe_shared_expert_intermediate_size:
+            matrices += self.mlp_parameters(self.moe_shared_expert_intermediate_size)
+        return 2.0 * (matrices + 2 * hidden * self.moe_latent_size)
 
     @property
     def core_flops_per_token(self) -> float:
         """FLOPs of one token's attention scores and context, for the tokens inside the attention windows."""
-        return self._unwindowed_core_flops_per_token * self.window_share
-
-    @property
-    def _unwindowed_core_flops_per_token(self) -> float:
         latent = self.latent_attention
         channels = latent.query_channels + latent.v_head_dim if latent else 2 * self.kv_channels
-        return 2.0 * self.seq_length * self.num_attention_heads * channels
+        return 2.0 * self.seq_length * self.num_attention_heads * channels * self.window_share
 
     @property
     def has_window(self) -> list[int]:
@@ -305,23 +399,23 @@ class ModelSpec:
 
         Each matrix product counts three times (forward and backward), and a multiply-add counts as 2 FLOPs. The causal
         mask halves attention's FLOPs. Biases, the router and recompute are left out. Megatron releases before
-        core_v0.16 ignore the causal mask, and all releases ignore attention windows.
+        core_v0.16 ignore the causal mask, and all releases ignore attention windows. In hybrid models Megatron also
+        leaves out output gates, latent attention, and the projections of multi-token prediction. A depth after a gated
+        delta network counts as one, although Megatron counts by the place in the pattern.
         """
-        latent, hidden, heads = self.latent_attention, self.hidden_size, self.num_attention_heads
-        query, groups = heads * self.kv_channels, self.num_query_groups * self.kv_channels
+        latent, hidden, depths = self.latent_attention, self.hidden_size, self.mtp_num_layers
+        counted = replace(self, add_bias_linear=False, add_qkv_bias=False, attention_windows=())
         # Megatron counts only the norms of the latents and of multi-token prediction.
         latent_norms = (latent.q_lora_rank or 0) + latent.kv_lora_rank if latent else 0
-        projections = latent.weights(hidden, heads) + latent_norms if latent else 2 * hidden * (query + groups)
-        attention = projections + self._unwindowed_core_flops_per_token / 4
-        matrices = hidden * (3 if self.gated_linear_unit else 2)
-        moe_width = self.moe_router_topk * self.moe_ffn_hidden_size + self.moe_shared_expert_intermediate_size
-        kinds = Counter((*self.layer_kinds, *self.mtp_num_layers * self.prediction_kinds))
-        groups_of_kinds = (KINDS_WITH_EXPERTS, _DENSE, KINDS_WITH_ATTENTION)
-        moe_layers, dense, layers = (sum(kinds[kind] for kind in group) for group in groups_of_kinds)
-        mlps: float = matrices * (moe_layers * moe_width + dense * self.ffn_hidden_size)
-        if self.hybrid:
-            scan = self.hybrid.mamba_scan_flops_per_token / 2
-            mlps += kinds["mamba_layer"] * (self.hybrid.mamba_matrices(hidden) + scan)
-        predictions = self.mtp_num_layers * (2 * hidden + 3) * hidden
-        logits = (1 + self.mtp_num_layers) * hidden * self.padded_vocab_size(tp)
-        return 6.0 * global_batch_size * self.seq_length * (layers * attention + mlps + predictions + logits)
+        left_out: dict[BlockKind, float] = {
+            "attention": counted.core_flops_per_token / 2 - 2 * latent_norms,
+            "experts": 2 * hidden * (self.num_experts or 0),
+        }
+        kinds = (*self.layer_kinds, *depths * self.prediction_kinds)
+        blocks = Counter(block for kind in kinds for block in BLOCKS[kind])
+        layers = sum(
+            count * (counted.block_flops_per_token(block) - left_out.get(block, 0)) for block, count in blocks.items()
+        )
+        predictions = depths * (2 * hidden + 3) * hidden
+        logits = (1 + depths) * hidden * self.padded_vocab_size(tp)
+        return 3.0 * global_batch_size * self.seq_length * (layers + 2 * (predictions + logits))

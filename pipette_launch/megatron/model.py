@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipette_launch.errors import FactError, MegatronError
-from pipette_launch.facts import HybridLayers, LatentAttention, ModelSpec
+from pipette_launch.facts import GatedDelta, HybridLayers, LatentAttention, ModelSpec
 from pipette_launch.megatron.chunks import hybrid_pattern
 from pipette_launch.megatron.flags import Arguments, why_missing
 from pipette_launch.megatron.layout import MOST_LAYERS, known_dest, num_layers_of
@@ -25,6 +25,8 @@ REQUIRED = (
 POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 """Values of `--attention-backend`."""
+GATED_DELTA_NETS = ("gated_delta_net", "gdn")
+"""Values of `--experimental-attention-variant` for gated delta networks."""
 VARIABLES: dict[str, tuple[str, ...]] = {
     "NVTE_FLASH_ATTN": ("flash", "auto"),
     "NVTE_FUSED_ATTN": ("fused", "auto"),
@@ -111,6 +113,12 @@ def read_model(
             hybrid=_hybrid_layers(arguments),
             qk_layernorm=bool(arguments.get("qk_layernorm")),
             attention_windows=_attention_windows(arguments),
+            linear_attention=_linear_attention(arguments),
+            linear_layers=_linear_layers(arguments),
+            attention_output_gate=bool(arguments.get("attention_output_gate")),
+            softmax_type=arguments.get("softmax_type") or "vanilla",
+            moe_latent_size=arguments.get("moe_latent_size") or 0,
+            moe_shared_expert_gate=bool(arguments.get("moe_shared_expert_gate")),
         )
     except FactError as error:
         in_flags = re.sub(r"\b([a-z]+(?:_[a-z]+)+)=\S+", lambda field: arguments.shown(field[1]), str(error))
@@ -192,6 +200,27 @@ def _latent_attention(arguments: Arguments) -> LatentAttention | None:
         return None
     sizes = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
     return LatentAttention(q_lora_rank=arguments.get("q_lora_rank"), **{dest: arguments.size(dest) for dest in sizes})
+
+
+def _linear_attention(arguments: Arguments) -> GatedDelta | None:
+    pattern = hybrid_pattern(arguments)
+    if "G" not in "".join((pattern.layers, *pattern.depths)) if pattern else not _linear_layers(arguments):
+        return None
+    heads = ("linear_num_key_heads", "linear_num_value_heads")
+    channels = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim")
+    return GatedDelta(**{dest: arguments.size(dest) for dest in (*heads, *channels)})
+
+
+def _linear_layers(arguments: Arguments) -> tuple[int, ...]:
+    """Return 1 for each layer with linear attention. `--linear-attention-freq N` gives attention to every Nth layer."""
+    if hybrid_pattern(arguments) or arguments.get("experimental_attention_variant") not in GATED_DELTA_NETS:
+        return ()
+    if not arguments.get("linear_attention_freq"):
+        raise arguments.refusal("needs --linear-attention-freq", "experimental_attention_variant")
+    pattern = _layer_pattern(arguments, "linear_attention_freq")
+    if isinstance(pattern, int):
+        return tuple(int(layer % pattern != 0) for layer in range(1, num_layers_of(arguments) + 1))
+    return pattern
 
 
 def _hybrid_layers(arguments: Arguments) -> HybridLayers | None:

@@ -14,6 +14,7 @@ from pipette_launch.facts.job import SCRIPT_ONLY, PerformanceOptions
 from pipette_launch.facts.model import UNMODELLED
 from pipette_launch.megatron.chunks import HYBRID_SPECS, PATTERN_DESTS
 from pipette_launch.megatron.flags import Arguments, flag_defaults, releases
+from pipette_launch.megatron.model import GATED_DELTA_NETS
 
 _ITEM_TYPES = {
     name: get_args(hint)[0] if get_origin(hint) is tuple else None
@@ -61,7 +62,8 @@ def unmodelled(arguments: Arguments) -> list[str]:
         dest
         for dest, value in given.items()
         if not (dest == "spec" and value[-1] in HYBRID_SPECS)
-        and not (dest in PATTERN_DESTS and set(UNMODELLED).isdisjoint(value))
+        and not (dest in PATTERN_DESTS and UNMODELLED.isdisjoint(value))
+        and value not in GATED_DELTA_NETS
     ]
 
 

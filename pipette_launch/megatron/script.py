@@ -262,6 +262,8 @@ def _with_single_layers(written: Arguments, given: Arguments, job: Job) -> Argum
     # Megatron evaluates lists as Python.
     if model.attention_windows:
         written = written.with_value("window_attn_skip_freq", str(model.has_window).replace(" ", ""))
+    if model.linear_layers:
+        written = written.with_value("linear_attention_freq", str(list(model.linear_layers)).replace(" ", ""))
     if model.num_experts:
         written = written.with_value("num_experts", model.num_experts)
         written = written.with_value("moe_layer_freq", str(list(model.moe_layer_freq)).replace(" ", ""))

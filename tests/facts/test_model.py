@@ -10,7 +10,7 @@ from facts_for_tests import tiny_model
 from published import llama_7b
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.model import HybridLayers, LatentAttention
+from pipette_launch.facts.model import GatedDelta, HybridLayers, LatentAttention
 
 
 def test_llama_has_as_many_parameters_as_published() -> None:
@@ -108,13 +108,53 @@ DEEPSEEK_V3 = GATED | {
 }
 
 
+QWEN3_NEXT = GATED | {
+    "num_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_query_groups": 2,
+    "kv_channels": 256,
+    "vocab_size": 151936,
+    "num_experts": 512,
+    "moe_layer_freq": (1,) * 48,
+    "moe_router_topk": 10,
+    "moe_ffn_hidden_size": 512,
+    "moe_shared_expert_intermediate_size": 512,
+    "attention_output_gate": True,
+    "linear_layers": (1, 1, 1, 0) * 12,
+    "linear_attention": GatedDelta(
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+    ),
+}
+LATENTS = QWEN3_NEXT | {"attention_output_gate": False, "moe_latent_size": 1024, "gated_linear_unit": False}
+MIXED = LATENTS | {
+    "num_layers": 5,
+    "linear_layers": (),
+    "moe_layer_freq": (0, 0, 1, 0, 1),
+    "hybrid": HybridLayers(
+        pattern="M*EGE", mamba_state_dim=128, mamba_head_dim=64, mamba_num_groups=8, mamba_num_heads=64
+    ),
+}
+
+
 @pytest.mark.parametrize(
     ("tp", "changes", "expected"),
-    [(4, LLAMA_8B, 48_255_467_520), (1, MIXTRAL, 79_709_601_792), (1, DEEPSEEK_V3, 260_003_960_832)],
-    ids=["Llama 8B", "Mixtral", "DeepSeek-V3"],
+    [
+        (4, LLAMA_8B, 48_255_467_520),
+        (1, MIXTRAL, 79_709_601_792),
+        (1, DEEPSEEK_V3, 260_003_960_832),
+        (1, QWEN3_NEXT, 22_739_681_280),
+        (1, LATENTS | {"linear_layers": ()}, 16_966_483_968),
+        (1, MIXED, 2_685_075_456),
+    ],
+    ids=["Llama 8B", "Mixtral", "DeepSeek-V3", "Qwen3-Next", "experts on latents", "M*EGE"],
 )
 def test_flops_of_published_models_are_megatrons(tp: int, changes: dict[str, object], expected: int) -> None:
-    """The expected numbers come from num_floating_point_operations of core_v0.16.1, for one token."""
+    """The expected numbers come from num_floating_point_operations of core_v0.16.1 and 0.18 to 0.20, for one token."""
     assert expected == tiny_model(**changes).step_flops(1, tp=tp) / 4096
 
 
@@ -145,6 +185,8 @@ def test_layers_have_kinds() -> None:
     assert ("moe_layer",) == tiny_model(mtp_num_layers=1, **EXPERTS).prediction_kinds
     assert hybrid.possible_kinds == hybrid.layer_kinds
     assert ("attention_layer", "expert_layer") == hybrid.prediction_kinds
+    assert ("delta_moe_layer", "moe_layer") == tiny_model(**QWEN3_NEXT).layer_kinds[2:4]
+    assert ("moe_layer",) == tiny_model(**QWEN3_NEXT | {"mtp_num_layers": 1}).prediction_kinds
     assert (1, 2) == (hybrid.prediction_copies, tiny_model(mtp_num_layers=2).prediction_copies)
 
 
@@ -179,6 +221,10 @@ def test_patterns_fit_their_model() -> None:
         tiny_model(num_layers=3, hybrid=HYBRID, num_experts=4, moe_layer_freq=(0, 0, 1))
     with pytest.raises(FactError, match="has no experts"):
         tiny_model(hybrid=HYBRID)
+    with pytest.raises(FactError, match="no linear_attention"):
+        tiny_model(linear_layers=(1, 1, 1, 0))
+    with pytest.raises(FactError, match="linear_layers has 2 entries for 4 layers"):
+        tiny_model(linear_layers=(1, 0))
 
 
 def test_windows_leave_a_share_of_the_scores() -> None:

@@ -8,7 +8,7 @@ import pytest
 from megatron_lines import SMALL, job
 
 from pipette_launch.errors import MegatronError
-from pipette_launch.facts import LatentAttention
+from pipette_launch.facts import GatedDelta, LatentAttention
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,51 @@ def test_latent_attention_and_mtp_are_read() -> None:
     )
     assert (expected, 192, 2) == (model.latent_attention, expected.query_channels, model.mtp_num_layers)
     assert (None, 0) == (job().model.latent_attention, job().model.mtp_num_layers)
+
+
+def test_gated_delta_networks_are_read() -> None:
+    """Every Nth layer has attention, or a list decides; 0.20 has a shorter name, and layers G need no flag."""
+    words = "--experimental-attention-variant gated_delta_net --linear-num-key-heads 8 --linear-num-value-heads 16"
+    words += " --transformer-impl transformer_engine"
+    sizes = GatedDelta(
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=8,
+        linear_num_value_heads=16,
+    )
+    model = job(f"{words} --linear-attention-freq 4", for_prediction=True).model
+    listed = job(f"{words} --linear-attention-freq [1]*5+[0]*3", for_prediction=True).model
+    short = job("--experimental-attention-variant gdn --linear-attention-freq 2", for_prediction=True, version="0.20")
+    hybrid = job("--hybrid-layer-pattern G-*-G-*-", for_prediction=True, version="0.18").model
+
+    assert (sizes, (1, 1, 1, 0, 1, 1, 1, 0)) == (model.linear_attention, model.linear_layers)
+    assert (1, 1, 1, 1, 1, 0, 0, 0) == listed.linear_layers
+    assert (1, 0) * 4 == short.model.linear_layers
+    assert hybrid.linear_attention is not None
+    assert ("delta_layer", ()) == (hybrid.layer_kinds[0], hybrid.linear_layers)
+    assert ((), None) == (job("--linear-attention-freq 4").model.linear_layers, job().model.linear_attention)
+    with pytest.raises(MegatronError, match="needs --linear-attention-freq"):
+        job(words, for_prediction=True)
+    with pytest.raises(MegatronError, match="second version of gated delta networks is not modelled"):
+        job("--experimental-attention-variant gdn2 --linear-attention-freq 4", version="0.20")
+
+
+def test_gates_sinks_and_latents_are_read() -> None:
+    """Each is a field of the model; a hybrid's letter + has latent attention."""
+    words = "--attention-output-gate --softmax-type learnable --moe-shared-expert-gate --moe-latent-size 32"
+    words += " --disable-bias-linear"
+    model = job(f"{words} --num-experts 4 --moe-shared-expert-intermediate-size 32", for_prediction=True).model
+    latent = job("--hybrid-layer-pattern +-+-+-+-", for_prediction=True, version="0.19").model
+
+    assert (True, "learnable", True, 32) == (
+        model.attention_output_gate,
+        model.softmax_type,
+        model.moe_shared_expert_gate,
+        model.moe_latent_size,
+    )
+    assert latent.latent_attention is not None
+    assert "latent_layer" == latent.layer_kinds[0]
 
 
 def test_hybrid_models_are_read() -> None:

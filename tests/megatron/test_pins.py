@@ -118,8 +118,8 @@ def test_unplanned_jobs_are_refused(words: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        *("--spec my.module layers", "--moe-latent-size 32", "--experimental-attention-variant dsa"),
-        "--hybrid-override-pattern *G-G*G-G",
+        *("--spec my.module layers", "--experimental-attention-variant dsa"),
+        "--hybrid-override-pattern D-D-D-D-",
     ],
 )
 def test_layers_that_no_formula_knows_are_measured(words: str) -> None:

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from pipette_launch.cost.layers import parameters
 from pipette_launch.cost.layers.block import FP32_BYTES, Block, Sizes, recompute_modules
 from pipette_launch.cost.layers.ends import depth_exchanges
-from pipette_launch.cost.layers.kinds import BLOCKS, KINDS
+from pipette_launch.cost.layers.kinds import CLASSES
 from pipette_launch.cost.layers.parameters import expert_dp
 from pipette_launch.cost.layers.passes import Behind, Exchange, Group, Hiding
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
 from pipette_launch.facts.measurements import CollectiveKind
-from pipette_launch.facts.model import LayerKind, ModelSpec
+from pipette_launch.facts.model import BLOCKS, LayerKind, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
 Ranks = NDArray[np.int64]
@@ -218,9 +218,9 @@ class LayerCounts:
 
     def blocks(self, model: ModelSpec, layout: Layout) -> Iterator[tuple[Block, Ints, Ints]]:
         """Yield each class of blocks with its count on each stage, and the count that the backward runs again."""
-        for kind_of_block in BLOCKS:
+        for name, kind_of_block in CLASSES.items():
             once_S, again_S = (
-                sum((KINDS[kind].count(kind_of_block) * count_S for kind, count_S in layers.items()), 0 * self.head_S)
+                sum((BLOCKS[kind].count(name) * count_S for kind, count_S in layers.items()), 0 * self.head_S)
                 for layers in (self.layers_S, self.again_S)
             )
             if once_S.any():

@@ -26,8 +26,7 @@ from pipette_launch.cost.communication.exchanges import group_sizes
 from pipette_launch.cost.layers.attention import Attention, is_flash
 from pipette_launch.cost.layers.block import FP32_BYTES
 from pipette_launch.cost.layers.ends import depth_loads, embedding_loads, head_loads
-from pipette_launch.cost.layers.kinds import KINDS, kind_loads
-from pipette_launch.cost.layers.mlp import Experts
+from pipette_launch.cost.layers.kinds import kind_loads
 from pipette_launch.cost.layers.parameters import layer_matrices, shard_copies, step_bytes_per_parameter
 from pipette_launch.cost.layers.passes import Collective, Load, PassLoads, Product
 from pipette_launch.errors import FactError
@@ -38,7 +37,7 @@ from pipette_launch.facts.files import table
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import CollectiveTime, ComputeCase, ComputeTime, Measurements, Part, Samples
-from pipette_launch.facts.model import LayerKind
+from pipette_launch.facts.model import BLOCKS, KINDS_WITH_EXPERTS, LayerKind, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.text import rate_text
 
@@ -238,7 +237,7 @@ def modelled_compute(job: Job, device: DeviceSpec, layouts: Iterable[Layout]) ->
     shares = {(case_of(layout), layout.ep, layout.etp): layout for layout in backwards}
     found = [time for case in sorted(first) for time in _compute_times(job, device, first[case], kinds)]
     if job.model.num_experts and len(shares) > len(first):
-        with_experts = frozenset(kind for kind in kinds if Experts in KINDS[kind])
+        with_experts = kinds & {*KINDS_WITH_EXPERTS}
         for key in sorted(shares):
             times = _compute_times(job, device, shares[key], with_experts, only_experts=True)
             found += [replace(time, ep=key[1], etp=key[2]) for time in times]
@@ -253,10 +252,18 @@ def published(job: Job) -> dict[str, str]:
 
 def published_error(job: Job) -> str:
     """Return a sentence about the error of predictions for published runs of this kind of model."""
+    kind = "hybrid models" if job.model.hybrid else "models with experts" if job.model.num_experts else "dense models"
+    unseen = [name for name, is_used in _unpublished(job.model).items() if is_used]
     return (
         "Steps of {models} published {kind} ({rows} runs) were predicted {mean_error} off in the mean, and "
         "{worst_error} off for the worst model, {worst_model}. Fitted constants had not seen the predicted model."
-    ).format(**published(job))
+    ).format(**_PUBLISHED_ERRORS[kind]) + (f" No published run had {' or '.join(unseen)}." if unseen else "")
+
+
+def _unpublished(model: ModelSpec) -> dict[str, bool]:
+    """Return parts of models that no published run had, and if the model has the part."""
+    blocks = {block for kind in (*model.layer_kinds, *model.prediction_kinds) for block in BLOCKS[kind]}
+    return {"gated delta networks": "delta" in blocks, "experts on latents": model.moe_latent_size > 0}
 
 
 def assumptions(
@@ -287,8 +294,10 @@ def assumptions(
         f"Flash attention's products reach {efficiency.attention_share:.0%} of {peak}.",
         f"Norms, activations, losses and the optimizer move bytes at {efficiency.memory_share:.0%} of {memory}.",
     ]
-    if job.model.hybrid:
-        sentences.append(f"The scan of Mamba layers moves bytes at {_scan_share(device):.0%} of {memory}.")
+    if job.model.hybrid or job.model.linear_layers:
+        sentences.append(
+            f"The scan of Mamba layers and gated delta networks moves bytes at {_scan_share(device):.0%} of {memory}."
+        )
     sentences += [
         f"Each kernel costs the host {efficiency.launch_s * 1e6:g} us; a pass takes the longer of host and device.",
         f"Between two steps the device waits {efficiency.step_s * 1e3:g} ms for the host.",
@@ -379,7 +388,7 @@ def _host_leads(job: Job, device: DeviceSpec, layout: Layout) -> tuple[float, fl
     waits exactly as long as a transformer of the same blocks. None = each kind of layer waits for itself: with this
     share for models with Mamba layers, the mean error of 29 published steps is 6.0 % instead of 5.4 %.
     """
-    if not job.model.hybrid or {*job.model.hybrid.pattern} - {*"*-E"}:
+    if not job.model.hybrid or job.model.hybrid.has_mamba:
         return None
     loads = sum((kind_loads(job, layout, kind) for kind in job.model.layer_kinds), PassLoads())
     precision, backward = Precision.of(job, device), loads.input_grad + loads.weight_grad

@@ -291,9 +291,9 @@ class ComputeTable:
         return (*layers, part["embedding"], *self._ends(layout, part))
 
     def hiding(self, layout: Layout) -> Hiding:
-        """Return compute seconds that can hide collectives: of the first layer, or a hybrid model's mean layer."""
+        """Return compute seconds that can hide collectives: of the first layer, or of the mean of mixed layers."""
         model, part = self._job.model, self._passes_of(layout)
-        kinds = model.layer_kinds if model.hybrid else model.layer_kinds[:1]
+        kinds = model.layer_kinds if model.hybrid or model.linear_layers else model.layer_kinds[:1]
         shares = {kind: count / len(kinds) for kind, count in Counter(kinds).items()}
         layer = sum((part[kind] * share for kind, share in shares.items()), Passes())
         column = sum((part[kind] * (share * column_share(model, kind)) for kind, share in shares.items()), Passes())

@@ -85,19 +85,25 @@ class Attention(Block):
         self.pair_outputs = 2 * model.num_query_groups * model.kv_channels // layout.tp
         """Number of outputs of the query-key-value matrix that belong to keys and values. The ranks that share a query
         group split its channels evenly."""
+        self.gate = model.attention_output_gate * self.heads * self.query
+        """Number of outputs of the query-key-value matrix that gate the output of attention."""
         self.pair_bytes = model.dtype_bytes * self.tokens * self.pair
         """Bytes of the keys and values of one layer."""
 
     def parameters(self) -> Parameters:
-        """Count the parameters of projections, of their biases, and of the norms of query and key."""
+        """Count the parameters of projections, of their biases, of the norms of query and key, and of sinks."""
         model, query = self.model, self.heads * self.query
         if model.latent_attention:
-            return Parameters(dense=self._latent_parameters(model.latent_attention))
-        bias = query + self.pair_outputs if model.add_bias_linear or model.add_qkv_bias else 0
+            return Parameters(dense=self._latent_parameters(model.latent_attention) + self._sinks())
+        outputs = query + self.gate + self.pair_outputs
+        bias = outputs if model.add_bias_linear or model.add_qkv_bias else 0
         bias += model.hidden_size if model.add_bias_linear else 0
         # Norms of one head's query and key (MC transformer/attention.py, q_layernorm and k_layernorm).
         norms = 2 * model.kv_channels * (2 if model.normalization == "LayerNorm" else 1) if model.qk_layernorm else 0
-        return Parameters(dense=model.hidden_size * (query + self.pair_outputs + query) + bias + norms)
+        return Parameters(dense=model.hidden_size * (outputs + query) + bias + norms + self._sinks())
+
+    def _sinks(self) -> int:
+        return self.heads if self.model.softmax_type == "learnable" else 0
 
     def _latent_parameters(self, latent: LatentAttention) -> int:
         """Count multi-latent attention (MLA:441-553).
@@ -157,6 +163,8 @@ class Attention(Block):
             # FlashAttention.forward copies its output for the projection, so the output is kept twice (TE backends.py,
             # v1.7 to v1.11 and from v2.3 on).
             kept += element * self.heads * channels
+        # The output gate keeps itself and its product with the context, the projection's input (MC attention.py).
+        kept += element * self.gate * (1 if narrow_bits(job) else 2)
         if model.qk_layernorm:
             # Inputs of the norms of query and key, and their statistics (MC transformer/attention.py:1477-1481).
             vectors = self.tokens * (self.heads + self.groups)
@@ -223,7 +231,7 @@ class Attention(Block):
             return 0
         vector = model.dtype_bytes * self.tokens * model.kv_channels
         if model.position_embedding_type == "rope":
-            return vector * (self.heads + self.groups)
+            return vector * (self.heads + self.groups) + model.dtype_bytes * self.tokens * self.gate
         return vector * self.heads if self.heads > self.groups else 0
 
     def scores_buffer_bytes(self) -> int:
@@ -271,13 +279,16 @@ class Attention(Block):
             groups, width = model.num_attention_heads, latent.qk_pos_emb_head_dim
         else:
             query = self.heads * self.query
-            matrices = matrix(count, query + self.pair_outputs, model.hidden_size)
+            matrices = matrix(count, query + self.gate + self.pair_outputs, model.hidden_size)
             matrices += matrix(count, model.hidden_size, query)
             groups, width = max(self.layout.tp, model.num_query_groups), model.kv_channels
         turned = (model.num_attention_heads + groups) // self.layout.tp * width
         rotary = 4.0 * count * turned * model.dtype_bytes if latent or model.position_embedding_type == "rope" else 0.0
-        turn = Load(moved_bytes=rotary, kernels=4 if rotary else 0)
-        return matrices + PassLoads(forward=turn, input_grad=turn) + self.core_loads()
+        # The gate's kernel reads gate and output, and writes their product; its backward also writes two gradients.
+        gate = self.gate * count * model.dtype_bytes
+        kernels = (4 if rotary else 0) + (1 if gate else 0)
+        forward, backward = (Load(moved_bytes=rotary + each * gate, kernels=kernels) for each in (3, 5))
+        return matrices + PassLoads(forward=forward, input_grad=backward) + self.core_loads()
 
     def _latent_loads(self, latent: LatentAttention) -> PassLoads:
         """Return the work of unsplit down-projections and of the up-projections to a rank's heads (MLA:441-553)."""
@@ -328,7 +339,8 @@ class Attention(Block):
         model = self.model
         if model.latent_attention:
             return 1.0 * model.latent_attention.up_weights(model.num_attention_heads)
-        return 2.0 * model.hidden_size * (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
+        heads = (1 + model.attention_output_gate) * model.num_attention_heads
+        return 2.0 * model.hidden_size * (heads + 2 * model.num_query_groups) * model.kv_channels
 
     def column_inputs(self) -> tuple[int, ...]:
         """Return the input widths of up-projections, and of down-projections in Megatron's own layers."""
@@ -348,7 +360,8 @@ class Attention(Block):
         model, latent, none_S = self.model, self.model.latent_attention, 0 * once_S
         row, gathered = model.dtype_bytes * self.tokens, 0
         if latent is None and model.num_query_groups < self.layout.tp:
-            gathered = (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
+            heads = (1 + model.attention_output_gate) * model.num_attention_heads
+            gathered = (heads + 2 * model.num_query_groups) * model.kv_channels
         elif latent and self.uses_te and self.layout.sequence_parallel:
             gathered = latent.qk_pos_emb_head_dim
         elif latent and not self.uses_te:

@@ -1,4 +1,4 @@
-"""Base class and data types of the blocks of a layer: attention, Mamba mixer, MLP, and experts.
+"""Base class and data types of the blocks of a layer, such as attention, Mamba mixer, MLP, and experts.
 
 A layer has one or two blocks, each behind a norm and beside a residual connection. All counts of bytes are for one
 micro-batch on one rank.
@@ -79,7 +79,7 @@ class Activations:
     """Bytes that a block or a layer keeps for its backward."""
 
     layer_input: int = 0
-    """Bytes of the input of an attention or Mamba block, the only tensor that full recompute keeps."""
+    """Bytes of the input of the first block, the only tensor that full recompute keeps."""
     attention_norm: int = 0
     attention: int = 0
     """Bytes of query, key, value and context of attention, or of all tensors that a Mamba mixer keeps."""
@@ -88,6 +88,8 @@ class Activations:
     core_attention: int = 0
     """Bytes of softmax statistics (flash and fused attention), or of probabilities with their dropout mask and dropped
     copy."""
+    delta_norm: int = 0
+    """Bytes of the normed output of a gated delta network, and of the input of its output projection."""
     mlp_input: int = 0
     """Bytes of the input of an MLP or expert block."""
     mlp_norm: int = 0
@@ -128,6 +130,7 @@ class Activations:
             "moe": whole_mlp + self.shared_experts if moe else 0,
             "shared_experts": self.shared_experts,
             "mla_up_proj": self.latent_projections,
+            "gdn_norm_out": self.delta_norm,
         }
         names = set(modules) - ({"shared_experts", "moe_act"} if "moe" in modules else set())
         return sum(saved_by_module.get(name, 0) for name in names)
@@ -161,7 +164,7 @@ class Sizes:
 
 
 class Block(Sizes, ABC):
-    """Base class for the blocks of a layer: attention, Mamba mixer, MLP, and experts.
+    """Base class for the blocks of a layer.
 
     A method counts the block's norm only if its docstring names the norm. A `job` argument has the model that the block
     was made for.

@@ -15,26 +15,24 @@ from pipette_launch.cost.layers.block import (
     narrow_bits,
     recompute_modules,
 )
+from pipette_launch.cost.layers.delta import Delta
 from pipette_launch.cost.layers.ends import depth_bytes
 from pipette_launch.cost.layers.mamba import Mamba
 from pipette_launch.cost.layers.mlp import Experts, Mlp
 from pipette_launch.cost.layers.passes import Load, PassLoads, is_captured
 from pipette_launch.facts.job import ITERATION, Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.model import TRANSFORMER_KINDS, UNMODELLED, LayerKind, ModelSpec
+from pipette_launch.facts.model import BLOCKS, TRANSFORMER_KINDS, BlockKind, LayerKind, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
-KINDS: dict[LayerKind, tuple[type[Block], ...]] = {
-    "layer": (Attention, Mlp),
-    "moe_layer": (Attention, Experts),
-    "mamba_layer": (Mamba,),
-    "attention_layer": (Attention,),
-    "mlp_layer": (Mlp,),
-    "expert_layer": (Experts,),
-    **dict.fromkeys(UNMODELLED.values(), (Attention,)),
+CLASSES: dict[BlockKind, type[Block]] = {
+    "mamba": Mamba,
+    "delta": Delta,
+    "attention": Attention,
+    "mlp": Mlp,
+    "experts": Experts,
 }
-"""Blocks of each kind of layer, in order. Only hybrid models have layers with a single block."""
-BLOCKS: tuple[type[Block], ...] = (Mamba, Attention, Mlp, Experts)
+"""Class of each block in `BLOCKS`, the table of the blocks of each kind of layer."""
 _KERNELS_PER_COLLECTIVE = 3.0
 """Host time for one collective of torch's process group, divided by the host time for launching a kernel."""
 
@@ -44,14 +42,14 @@ _ALONE = Layout()
 
 def blocks_of(model: ModelSpec, layout: Layout, kind: LayerKind) -> list[Block]:
     """Return the blocks of a layer."""
-    return [block(model, layout) for block in KINDS[kind]]
+    return [CLASSES[block](model, layout) for block in BLOCKS[kind]]
 
 
 def kind_parameters(model: ModelSpec, layout: Layout, kind: LayerKind) -> Parameters:
     """Count one layer's parameters on one rank, norms included; 0 for experts if the model has no experts."""
-    if Experts in KINDS[kind] and not model.num_experts:
+    if "experts" in BLOCKS[kind] and not model.num_experts:
         return Parameters()
-    norms = Parameters(dense=len(KINDS[kind]) * model.norm_parameters())
+    norms = Parameters(dense=len(BLOCKS[kind]) * model.norm_parameters())
     return sum((block.parameters() for block in blocks_of(model, layout, kind)), norms)
 
 
@@ -64,7 +62,7 @@ def kept_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
     """Count the bytes that a layer keeps if it is not fully recomputed."""
     modules, found = recompute_modules(layout), kind_activations(job, layout, kind)
     kept = found.total - found.recomputed(modules)
-    if Attention in KINDS[kind] and "core_attn" in modules:
+    if "attention" in BLOCKS[kind] and "core_attn" in modules:
         kept += Attention(job.model, layout).held_for_recompute_bytes()
     return kept - (offloaded(job, layout, kind).mean_left if kind in TRANSFORMER_KINDS else 0)
 
@@ -77,17 +75,18 @@ def backward_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
     the attention core may need the most bytes, before the MLP's tensors exist. A layer with a single block counts like
     a whole transformer layer, which is an upper bound.
     """
-    if Mamba in KINDS[kind]:
-        return Mamba(job.model, layout).backward_bytes(job)
-    has_experts = Experts in KINDS[kind]
-    behind = (Experts if has_experts else Mlp)(job.model, layout)
+    model, blocks = job.model, BLOCKS[kind]
+    if "mamba" in blocks:
+        return Mamba(model, layout).backward_bytes(job)
+    has_experts, mixer = "experts" in blocks, (Delta if "delta" in blocks else Attention)(model, layout)
+    behind = (Experts if has_experts else Mlp)(model, layout)
     kept, away = behind.activations(job), offloaded(job, layout, kind)
     freed = kept.total - kept.dropout_masks - away.mlp
-    peak = max(behind.backward_bytes(job), Attention(job.model, layout).backward_bytes(job) - freed)
+    peak = max(behind.backward_bytes(job), mixer.backward_bytes(job) - freed)
     if has_experts and performance_options(job).overlap_moe_expert_parallel_comm:
         # The forward of the next micro-batch runs beside the backward, layer by layer, so one more layer keeps its
         # activations (megatron-core, pipeline_parallel/combined_1f1b.py).
-        peak += kept_bytes(job, layout, "moe_layer")
+        peak += kept_bytes(job, layout, kind)
     return peak + away.moved
 
 
@@ -109,7 +108,7 @@ def kind_loads(job: Job, layout: Layout, kind: LayerKind) -> PassLoads:
     For communication, only the host's launches of communication kernels count.
     """
     options, (first, *others) = performance_options(job), blocks_of(job.model, layout, kind)
-    loads = first.loads(job) + _around_blocks(first, len(KINDS[kind]))
+    loads = first.loads(job) + _around_blocks(first, len(BLOCKS[kind]))
     loads = loads.without_launches(float(is_captured(options, first.graph_module)))
     loads = sum((block.loads(job) for block in others), loads)
     return loads.without_launches(float(is_captured(options, ITERATION)))
@@ -224,8 +223,11 @@ def offloaded(job: Job, layout: Layout, kind: LayerKind) -> Offloaded:
     options, model = performance_options(job), job.model
     if not options.fine_grained_activation_offloading or model.transformer_impl != "transformer_engine":
         return Offloaded()
-    block = Attention(model, layout)
-    sides = (_attention_tensors(job, block), _expert_tensors(job, layout) if Experts in KINDS[kind] else ())
+    block, blocks = Attention(model, layout), BLOCKS[kind]
+    sides = (
+        _attention_tensors(job, block) if "attention" in blocks else (),
+        _expert_tensors(job, layout) if "experts" in blocks else (),
+    )
     of_attention, of_mlp = (
         [tensor for tensor in side if tensor.elements >= options.min_offloaded_tensor_size] for side in sides
     )
@@ -299,7 +301,7 @@ def _expert_tensors(job: Job, layout: Layout) -> Iterator[_Tensor]:
             yield _Tensor(size // model.dtype_bytes, size, size)
     if "expert_fc1" in options.offload_modules:
         # If `expert_fc1` is offloaded, FP8 saves the input of the first matrix in 16 bits (`set_save_original_input`).
-        yield _Tensor(rows * model.hidden_size, kept.inputs, rows * block.row_bytes)
+        yield _Tensor(rows * block.row_width, kept.inputs, rows * block.row_bytes)
     if "moe_act" in options.offload_modules:
         width_bytes = rows * model.moe_ffn_hidden_size // layout.etp * model.dtype_bytes
         input_of_second = as_matrix_input(job, width_bytes)

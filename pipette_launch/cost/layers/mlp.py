@@ -22,6 +22,7 @@ from pipette_launch.cost.layers.block import (
     Block,
     Parameters,
     as_matrix_input,
+    narrow_bits,
 )
 from pipette_launch.cost.layers.passes import Exchange, Group, Load, PassLoads, is_captured, matrix
 from pipette_launch.facts.job import ITERATION, Job, PerformanceOptions
@@ -60,12 +61,12 @@ products that run at the same time (`--moe-deepep-num-sms`)."""
 class _FeedForward(Block):
     """Costs of two matrices with an activation between the matrices, for any width."""
 
-    def matrix_parameters(self, width: int, shards: int) -> int:
+    def matrix_parameters(self, width: int, shards: int, hidden_size: int = 0) -> int:
         """Count the parameters of both matrices and their biases.
 
         Tensor parallelism also splits the bias of the first matrix.
         """
-        hidden, second = self.model.hidden_size, width // shards
+        hidden, second = hidden_size or self.model.hidden_size, width // shards
         first = second * self.gates
         return hidden * (first + second) + (first + hidden if self.model.add_bias_linear else 0)
 
@@ -180,19 +181,33 @@ class Experts(_FeedForward):
         self.width = model.moe_ffn_hidden_size // layout.etp
         """Width of one expert on one rank."""
         self.shared_width = model.moe_shared_expert_intermediate_size
-        self.row_bytes = model.dtype_bytes * model.hidden_size
-        """Bytes of one token's hidden state."""
+        self.row_width = model.moe_latent_size or model.hidden_size
+        """Channels of the tokens that experts receive; fewer than the hidden size if experts work on latents."""
+        self.row_bytes = model.dtype_bytes * self.row_width
 
     def parameters(self) -> Parameters:
-        """Count the parameters of router and shared expert, which are dense, and of the rank's own experts."""
-        shared = self.matrix_parameters(self.shared_width, self.layout.tp) if self.shared_width else 0
-        local_experts = (self.model.num_experts or 0) // self.layout.ep
-        expert = local_experts * self.matrix_parameters(self.model.moe_ffn_hidden_size, self.layout.etp)
-        return Parameters(dense=self.router_parameters() + shared, expert=expert)
+        """Count the dense parameters, and those of the rank's own experts.
+
+        Router, shared expert with its gate, and projections to and from latents are dense.
+        """
+        model, layout = self.model, self.layout
+        shared = self.matrix_parameters(self.shared_width, layout.tp) if self.shared_width else 0
+        expert = self.matrix_parameters(model.moe_ffn_hidden_size, layout.etp, self.row_width)
+        dense = self.router_parameters() + shared + self.latent_parameters()
+        return Parameters(dense=dense, expert=(model.num_experts or 0) // layout.ep * expert)
+
+    def latent_parameters(self) -> int:
+        """Count the projections to and from latents, which every rank has in full (MO/moe_layer.py:170-196)."""
+        hidden, latent = self.model.hidden_size, self.model.moe_latent_size
+        return 2 * hidden * latent + (hidden + latent) * (latent > 0 and self.model.add_bias_linear)
 
     def router_parameters(self) -> int:
-        """Count the router's weights, and its bias if linears have biases (core_v0.15 on, MO/router.py:51-61)."""
-        return (self.model.num_experts or 0) * (self.model.hidden_size + (1 if self.model.add_bias_linear else 0))
+        """Count the weights of router and gate, which no linear has, and the router's bias.
+
+        The router has a bias if linears have biases (core_v0.15 on, MO/router.py:51-61).
+        """
+        gate = self.model.hidden_size * (self.shared_width > 0 and self.model.moe_shared_expert_gate)
+        return (self.model.num_experts or 0) * (self.model.hidden_size + self.model.add_bias_linear) + gate
 
     def matrices(self) -> int:
         """Count the parameters of the experts' matrices, without the router."""
@@ -204,12 +219,19 @@ class Experts(_FeedForward):
         return Activations(
             mlp_input=self.stream_bytes(job),
             mlp_norm=self.residual_bytes,
-            mlp=kept.router + kept.dispatch + kept.inputs + kept.outputs,
+            mlp=kept.router + kept.dispatch + kept.inputs + kept.outputs + self._latent_bytes(job),
             mlp_activation=kept.activation,
             shared_experts=kept.shared,
             dropout_masks=self.dropout_mask_bytes,
             has_experts=True,
         )
+
+    def _latent_bytes(self, job: Job) -> int:
+        """Count the inputs of the projections to and from latents. In 16 bits the first is the norm's output."""
+        if not self.model.moe_latent_size:
+            return 0
+        cast = as_matrix_input(job, self.residual_bytes) if narrow_bits(job) else 0
+        return cast + as_matrix_input(job, self.local_tokens * self.row_bytes)
 
     def kept(self, job: Job) -> ExpertActivations:
         """Count the bytes that router and experts keep.
@@ -322,8 +344,8 @@ class Experts(_FeedForward):
         widths = self.gates + 1 + (0 if self._fuses_activation(job) else self.unfused_copies(job))
         kept = dtype * self.tokens * (self.shared_width // layout.tp) * widths
         if options.moe_shared_expert_overlap and layout.sequence_parallel and layout.tp > 1:
-            kept += self.tokens * self.row_bytes
-        return kept + options.moe_shared_expert_gate * self.local_tokens * (self.row_bytes + dtype)
+            kept += dtype * self.tokens * self.model.hidden_size
+        return kept + self.model.moe_shared_expert_gate * self.local_tokens * dtype * (self.model.hidden_size + 1)
 
     def gather_buffer_bytes(self, job: Job) -> int:
         """Count the bytes of tokens that the all-gather dispatcher gathers into Megatron's buffer; 0 without experts.
@@ -350,19 +372,21 @@ class Experts(_FeedForward):
         if not self._fuses_activation(job):
             of_width = max(of_width, 3 * _probability_bytes(job) - dtype)
         computing = rows * self.row_bytes + at_once * self.width * of_width
-        return max(computing, 2 * rows * self.row_bytes) + 2 * self.local_tokens * self.row_bytes
+        return max(computing, 2 * rows * self.row_bytes) + 2 * self.residual_bytes
 
     def loads(self, job: Job) -> PassLoads:
         """Return the work of router, dispatcher, shared expert, and k * T / t tokens in experts, for any ep and etp."""
         model, options, local, width = self.model, performance_options(job), self.local_tokens, self.width
         routed, mine = model.moe_router_topk * local * self.layout.etp, self.local_experts
         loads = matrix(local, self.num_experts, model.hidden_size, is_linear=False)
-        loads += matrix(routed / mine, self.gates * width, model.hidden_size, count=mine, half=GROUPED_HALF)
-        loads += matrix(routed / mine, model.hidden_size, width, count=mine, half=GROUPED_HALF)
+        loads += matrix(routed / mine, self.gates * width, self.row_width, count=mine, half=GROUPED_HALF)
+        loads += matrix(routed / mine, self.row_width, width, count=mine, half=GROUPED_HALF)
+        if model.moe_latent_size:
+            loads += matrix(local, self.row_width, model.hidden_size) + matrix(local, model.hidden_size, self.row_width)
         loads += self.activation_loads(routed * width)
-        moved = _touches(job) * model.moe_router_topk * local * model.hidden_size * model.dtype_bytes
+        moved = _touches(job) * model.moe_router_topk * local * self.row_bytes
         is_biased = model.add_bias_linear and not is_captured(options, ITERATION)
-        biased = is_biased * BIASED_TOUCHES * routed * (self.gates * width + model.hidden_size) * model.dtype_bytes
+        biased = is_biased * BIASED_TOUCHES * routed * (self.gates * width + self.row_width) * model.dtype_bytes
         each = GROUPED_KERNELS * mine * (4 if options.fp8 or options.fp4 else 2)
         loads += PassLoads(
             forward=Load(moved_bytes=moved + biased, kernels=EXPERT_KERNELS + each),
@@ -380,7 +404,8 @@ class Experts(_FeedForward):
         """Return the FLOPs per token of all experts of a token, and of the shared expert alone."""
         model = self.model
         shared = 2.0 * model.mlp_parameters(self.shared_width) if self.shared_width else 0.0
-        routed = 2.0 * model.moe_router_topk * model.mlp_parameters(model.moe_ffn_hidden_size)
+        latents = 4.0 * model.hidden_size * model.moe_latent_size
+        routed = 2.0 * model.moe_router_topk * model.expert_parameters() + latents
         return {"moe": routed + shared, "shared_experts": shared}
 
     def is_cut_by_tp(self) -> bool:

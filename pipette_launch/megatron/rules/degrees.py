@@ -26,6 +26,8 @@ WITHOUT = {
     "ep": ("use_torch_fsdp2",),
 }
 """Options that need a degree of 1, by parallel axis."""
+FIRST_SPLIT_DELTA = (0, 18)
+"""First release with context parallelism of gated delta networks."""
 _SET_PP, _ADD_STAGES = "remove it or set --pipeline-model-parallel-size", "add --num-virtual-stages-per-pipeline-rank"
 
 
@@ -43,7 +45,9 @@ def tensor_faults(rules: Rules, tp: int) -> Broken:
         ("ffn_hidden_size", model.ffn_hidden_size if model.has_dense_mlps else 0),
         ("moe_shared_expert_intermediate_size", model.moe_shared_expert_intermediate_size),
         # If TP divides the groups, TP divides the Mamba heads too (mamba_mixer.py of core_v0.17.1).
-        ("mamba_num_groups", model.hybrid.mamba_num_groups if model.hybrid else 0),
+        ("mamba_num_groups", model.hybrid.mamba_num_groups if model.hybrid and model.hybrid.has_mamba else 0),
+        # Each key head has the same number of value heads.
+        ("linear_num_key_heads", model.linear_attention.linear_num_key_heads if model.linear_attention else 0),
     )
     for name, width in widths:
         if width % tp:
@@ -113,8 +117,10 @@ def context_faults(rules: Rules, tp: int, cp: int) -> Broken:
     if any(model.attention_windows) and not {*options.cp_comm_type} <= {"a2a", "all_gather"}:
         reason = f"with {flag_of('cp_comm_type')} p2p context parallelism has no attention windows"
         yield BrokenRule(reason, ("cp", "window_size", "cp_comm_type"))
-    if model.hybrid:
+    if model.hybrid and model.hybrid.has_mamba:
         yield from _mamba_context_faults(model.hybrid, tp, cp)
+    if model.linear_attention:
+        yield from _delta_context_faults(rules, model.linear_attention.linear_num_key_heads, tp, cp)
     yield from _exchange_faults(rules, tp, cp)
 
 
@@ -136,6 +142,16 @@ def _exchange_faults(rules: Rules, tp: int, cp: int) -> Broken:
     for kind, ranks, words in (("a2a", cp, "cp"), ("a2a+p2p", (sizes or (1,))[0], first)):
         if kind in options.cp_comm_type and (heads % ranks or groups % ranks):
             yield BrokenRule(f"{flag} {kind} needs heads/tp and query groups/tp divisible by {words}", names)
+
+
+def _delta_context_faults(rules: Rules, key_heads: int, tp: int, cp: int) -> Broken:
+    """Check that CP divides the key heads of gated delta networks (TransformerConfig of core_v0.18)."""
+    if rules.release < FIRST_SPLIT_DELTA:
+        yield BrokenRule("gated delta networks need cp = 1 before 0.18", ("cp", "experimental_attention_variant"))
+    elif key_heads // tp % cp:
+        yield BrokenRule(
+            f"cp does not divide linear_num_key_heads={key_heads}/tp", ("cp", "tp", "linear_num_key_heads")
+        )
 
 
 def _mamba_context_faults(mamba: HybridLayers, tp: int, cp: int) -> Broken:

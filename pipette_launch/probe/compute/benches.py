@@ -75,7 +75,7 @@ def weight_bytes(job: Job, case: ComputeCase) -> int:
     counts as one more layer.
     """
     model = job.model
-    experts = model.num_experts * model.mlp_parameters(model.moe_ffn_hidden_size) if model.num_experts else 0
+    experts = model.num_experts * model.expert_parameters() if model.num_experts else 0
     tables = 2 if model.untie_embeddings_and_output_weights else 1
     table = model.padded_vocab_size(case.tp) * model.hidden_size
     layers = 2 if model.mtp_num_layers else 1

@@ -44,6 +44,19 @@ def test_attention_core_by_backend(changes: dict[str, object], expected: int) ->
     assert of("core_bytes", job(**changes), Layout()) == expected
 
 
+def test_gates_and_sinks_have_their_parameters_and_bytes() -> None:
+    """A gate is as wide as the query: 64 x 64 weights, and two more tensors. A learnable sink is one number a head."""
+    plain, gated = job(add_bias_linear=False), job(add_bias_linear=False, attention_output_gate=True)
+    sinks = job(add_bias_linear=False, softmax_type="learnable")
+    counts = [Attention(each.model, Layout(tp=2)).parameters().dense for each in (plain, gated, sinks)]
+    products = [Attention(each.model, Layout()).loads(each).forward.products[0].n for each in (plain, gated)]
+
+    assert (64 * 32, 2) == (counts[1] - counts[0], counts[2] - counts[0])
+    assert gated.model.attention_parameters() - plain.model.attention_parameters() == 64 * 64
+    assert of("projected_bytes", gated, Layout()) - of("projected_bytes", plain, Layout()) == 2 * 2 * 2048
+    assert [192, 256] == products
+
+
 def test_local_scores_are_written_to_one_buffer() -> None:
     """2as/h = 4 for all layers together, and nothing with other implementations."""
     assert Attention(job(transformer_impl="local").model, Layout()).scores_buffer_bytes() == 4 * 2048

@@ -21,10 +21,17 @@ from pipette_launch.cost.layers.kinds import (
     recompute_share,
 )
 from pipette_launch.cost.layers.mlp import Experts
-from pipette_launch.facts import HybridLayers, Job, LatentAttention, Layout, Recompute
+from pipette_launch.facts import GatedDelta, HybridLayers, Job, LatentAttention, Layout, Recompute
 from pipette_launch.facts.model import LETTERS
 
 SIZES = {"mamba_state_dim": 16, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_num_heads": 16}
+NET = GatedDelta(
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
 EXPERT_SIZES = {"num_experts": 4, "moe_layer_freq": (0, 0, 0, 1), "moe_ffn_hidden_size": 128}
 
 
@@ -32,7 +39,7 @@ def hybrid_job(pattern: str = "M*-E", mtp: str = "", *flags: str, **changes: obj
     """A job of four layers, one of each kind, in bf16 by Transformer Engine."""
     fields = {"params_dtype": "bf16", "transformer_impl": "transformer_engine", "mtp_num_layers": 2 * bool(mtp)}
     hybrid = HybridLayers(pattern=pattern, mtp_pattern=mtp, **SIZES)
-    model = tiny_model(**{**fields, **EXPERT_SIZES, "hybrid": hybrid, **changes})
+    model = tiny_model(**{**fields, **EXPERT_SIZES, "hybrid": hybrid, "linear_attention": NET, **changes})
     return tiny_job(model=model, performance_flags=flags)
 
 
@@ -41,13 +48,25 @@ def plain_job() -> Job:
     return hybrid_job(hybrid=None)
 
 
-@pytest.mark.parametrize(("kind", "moe"), [("mlp_layer", False), ("expert_layer", True)])
-def test_attention_and_the_rest_make_a_layer(kind: kinds.LayerKind, moe: bool) -> None:
-    """Both blocks together keep the bytes of a transformer's layer: two inputs, norms and blocks."""
-    job = hybrid_job()
-    parts = [kinds.kept_bytes(job, Layout(), part) for part in ("attention_layer", kind)]
+@pytest.mark.parametrize(
+    ("mixer", "kind", "whole"),
+    [
+        ("attention_layer", "mlp_layer", "layer"),
+        ("attention_layer", "expert_layer", "moe_layer"),
+        ("latent_layer", "mlp_layer", "layer"),
+        ("delta_layer", "mlp_layer", "delta_mlp_layer"),
+        ("delta_layer", "expert_layer", "delta_moe_layer"),
+    ],
+)
+def test_two_layers_of_a_pattern_make_a_layer(
+    mixer: kinds.LayerKind, kind: kinds.LayerKind, whole: kinds.LayerKind
+) -> None:
+    """Two layers of a pattern have the parameters and kept bytes of the transformer's layer of the same blocks."""
+    job, layout = hybrid_job(), Layout()
 
-    assert kinds.kept_bytes(plain_job(), Layout(), "moe_layer" if moe else "layer") == sum(parts)
+    for count in (kinds.kept_bytes, lambda job, layout, one: kinds.kind_parameters(job.model, layout, one).count):
+        parts = sum(count(job, layout, part) for part in (mixer, kind))
+        assert count(plain_job(), layout, whole) == parts
 
 
 def test_a_mamba_layer_keeps_input_norm_and_mixer() -> None:

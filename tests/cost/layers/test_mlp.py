@@ -144,12 +144,27 @@ def test_the_shared_expert_is_split_over_tp() -> None:
     work = job(moe_shared_expert_intermediate_size=48)
     layout = Layout(tp=2, sequence_parallel=True)
     overlapped = job("--moe-shared-expert-overlap", moe_shared_expert_intermediate_size=48)
-    gated = job("--moe-shared-expert-gate", moe_shared_expert_intermediate_size=48)
+    gated = job(moe_shared_expert_intermediate_size=48, moe_shared_expert_gate=True)
 
     assert kept(work, layout).shared == 2 * 2 * 32 * 24
     assert kept(overlapped, layout).shared == 2 * 2 * 32 * 24 + 32 * ROW
     assert kept(gated, layout).shared == 2 * 2 * 32 * 24 + 16 * (ROW + 2)
     assert kept(job(), layout).shared == 0
+
+
+def test_experts_on_latents_get_narrow_rows() -> None:
+    """Rows have 16 of 64 channels; projections of 64 x 16 on each rank keep the latents of 32 tokens."""
+    work, narrow = job("--moe-grouped-gemm", ALLTOALL), job("--moe-grouped-gemm", ALLTOALL, moe_latent_size=16)
+    layout = Layout(dp=2, ep=2)
+    experts, latents = (Experts(each.model, layout) for each in (work, narrow))
+    sent = [next(iter(each.exchanges(narrow, np.ones(1), np.zeros(1), 8))).size_bytes for each in (experts, latents)]
+
+    assert latents.parameters().dense - experts.parameters().dense == 2 * 64 * 16
+    assert 4 * latents.parameters().expert == experts.parameters().expert
+    assert kept(narrow, layout).inputs * 4 == kept(work, layout).inputs
+    assert latents.activations(narrow).mlp == sum(kept(narrow, layout)[:4]) + 32 * 16 * 2
+    assert sent[0] == 4 * sent[1]
+    assert {2.0 * 32 * 64 * 16} == {each.flops for each in latents.loads(narrow).forward.products[-2:]}
 
 
 def test_the_all_gather_dispatcher_gathers_into_the_global_buffer() -> None:

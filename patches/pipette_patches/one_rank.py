@@ -1,18 +1,15 @@
-"""One rank of a training job, without the other ranks: process groups, model, buffers, optimizer and steps.
+"""A program that trains one rank of a job whose model is built from the job's flags.
 
-A fake process group lets megatron-core split weights and activations as in the real job, and no collective waits for
-other ranks. Abstract execution runs the rank with abstract tensors, `whole_stage` with real ones. The code follows
-Megatron-LM core_v0.16.1: training/training.py (get_model, train_step, train), gpt_builders.py and pretrain_gpt.py.
+`play` runs this program like a script, with abstract tensors or on a device. The code follows Megatron-LM core_v0.16.1:
+training/training.py (get_model, train_step, train), gpt_builders.py and pretrain_gpt.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +19,7 @@ from pipette_launch.facts import Cell, Job, Layout
 from pipette_launch.facts.schedule import num_warmup, schedule_table
 from pipette_launch.megatron.performance import performance_options
 from pipette_patches import megatron_config
-from pipette_patches.play import Stop, played
-from pipette_patches.storage_meter import StorageMeter, Stretch, current, local, under
+from pipette_patches.storage_meter import StorageMeter, current, local, under
 
 
 def import_megatron() -> None:
@@ -38,28 +34,12 @@ def import_megatron() -> None:
         import megatron.core.pipeline_parallel.schedules  # noqa: F401
 
 
-@contextlib.contextmanager
-def one_rank(layout: Layout, pp_rank: int = 0, *, num_optimizer_instances: int = 1) -> Iterator[None]:
-    """Let this process be the first rank of a pipeline stage, inside a `with` block.
-
-    No process group may exist before the block.
-    """
-
-    def start() -> None:
-        initialize(layout, num_optimizer_instances=num_optimizer_instances)
-        raise Stop
-
-    rank = first_rank(layout, pp_rank)
-    with played(start, rank=rank, world_size=layout.world_size, on_step=lambda _, step: step.run()):
-        yield
-
-
 def first_rank(layout: Layout, pp_rank: int) -> int:
     """Return the first rank of a pipeline stage, whose shard of the distributed optimizer has no padding."""
     return layout.rank_of(Cell(pp=pp_rank, dp=0, cp=0, tp=0))
 
 
-def initialize(layout: Layout, *, num_optimizer_instances: int) -> None:
+def initialize(job: Job, layout: Layout) -> None:
     """Make the process groups of the rank that this process plays, and seed its random numbers."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.tensor_parallel import random
@@ -72,29 +52,12 @@ def initialize(layout: Layout, *, num_optimizer_instances: int) -> None:
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-        num_distributed_optimizer_instances=num_optimizer_instances,
+        num_distributed_optimizer_instances=performance_options(job).num_distributed_optimizer_instances,
         order="tp-cp-ep-pp-dp" if layout.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         create_gloo_process_groups=False,
     )
     random.initialize_rng_tracker(force_reset=True)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Size:
-    """Numbers of layers and micro-batches that a run executes."""
-
-    chunks: tuple[int, ...]
-    """Number of layers of each model chunk, in model order."""
-    num_microbatches: int
-
-
-def full_size(job: Job, layout: Layout) -> Size:
-    """Return the size of the whole job."""
-    return Size(
-        chunks=layout.chunk_layers(job.model.num_layers),
-        num_microbatches=layout.num_microbatches(job.batch.global_batch_size),
-    )
 
 
 def enough_microbatches(layout: Layout, pp_rank: int, num_microbatches: int) -> int:
@@ -112,15 +75,25 @@ def enough_microbatches(layout: Layout, pp_rank: int, num_microbatches: int) -> 
     return min(num_microbatches, groups * group) if num_microbatches % group == 0 else num_microbatches
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trace:
-    """Live bytes during a run, divided into stretches: each forward, each backward and each step."""
+def train_from_flags(
+    job: Job,
+    layout: Layout,
+    pp_rank: int = 0,
+    *,
+    layers_per_chunk: tuple[int, ...] = (),
+    meter: StorageMeter | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> None:
+    """Train a model that is built from the job's flags, without end. This program replaces a script that cannot run.
 
-    stretches: tuple[Stretch, ...]
-    left: dict[str, int]
-    """Live bytes by label at the end of the run."""
-    report_bytes: int
-    """Bytes that the loss of each micro-batch keeps until its step ends."""
+    The meter begins a phase with each schedule (`step 1`), and with each step of the optimizer (`update 1`). `changes`
+    override fields of TransformerConfig.
+    """
+    initialize(job, layout)
+    chunks = layers_per_chunk or layout.chunk_layers(job.model.num_layers)
+    trainer = Trainer(job, layout, pp_rank, chunks=chunks, meter=meter or StorageMeter(), changes=changes or {})
+    for number in itertools.count(1):
+        trainer.step(number)
 
 
 class Trainer:
@@ -132,23 +105,23 @@ class Trainer:
         layout: Layout,
         pp_rank: int,
         *,
+        chunks: tuple[int, ...],
         meter: StorageMeter,
-        size: Size,
-        changes: Mapping[str, Any] | None = None,
+        changes: Mapping[str, Any],
     ) -> None:
-        """Set up model, buffers and optimizer. `changes` override fields of TransformerConfig."""
+        """Set up model, buffers and optimizer. The parameters are explained at `train_from_flags`."""
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer import get_megatron_optimizer
 
         self.job, self.layout, self.pp_rank, self.meter = job, layout, pp_rank, meter
-        self.num_microbatches, self.report_bytes = size.num_microbatches, 0
-        self.config = megatron_config.rank_config(job, layout, chunks=size.chunks, changes=changes)
+        self.num_microbatches = layout.num_microbatches(job.batch.global_batch_size)
+        self.config = megatron_config.rank_config(job, layout, chunks=chunks, changes=changes)
         if layout.chunks_after_mtp:
             self._replace_shape_exchange()
         with meter.labelled("weights"):
-            chunks = [self._chunk(index) for index in range(layout.vpp)]
-        self.chunks = self._wrapped(chunks)
-        del chunks
+            models = [self._chunk(index) for index in range(layout.vpp)]
+        self.chunks = self._wrapped(models)
+        del models
         with meter.labelled("optimizer"):
             self.optimizer: Any = get_megatron_optimizer(
                 megatron_config.optimizer_config(job, layout), self.chunks, use_gloo_process_groups=False
@@ -258,38 +231,26 @@ class Trainer:
                 self.meter.recount(tensor.untyped_storage(), label)
         return wrapped
 
-    def train(self, *, forward_and_backward: bool = True) -> Trace:
-        """Run two training steps. Without forward and backward, only the optimizer runs."""
-        for phase in ("first", "second"):
-            self.step(phase, forward_and_backward=forward_and_backward)
-        self.meter.mark("end")
-        return Trace(
-            stretches=tuple(self.meter.stretches), left=dict(self.meter.by_label), report_bytes=self.report_bytes
-        )
-
-    def step(self, phase: str, *, forward_and_backward: bool = True) -> None:
+    def step(self, number: int) -> None:
         """Run one training step as Megatron's `train_step` does."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        self.meter.mark(phase)
+        self.meter.mark(f"step {number}")
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        if forward_and_backward:
-            batches = [iter(self._batch, None) for _ in self.chunks]
-            interleaved = self.layout.vpp > 1
-            reports = get_forward_backward_func()(
-                forward_step_func=self._forward_step,
-                data_iterator=batches if interleaved else batches[0],
-                model=self.chunks if interleaved else self.chunks[0],
-                num_microbatches=self.num_microbatches,
-                seq_length=self.job.model.seq_length,
-                micro_batch_size=self.layout.micro_batch_size,
-                forward_only=False,
-            )
-            if reports:
-                self.report_bytes = self.meter.by_label.get("head", 0) // self.num_microbatches
-        self.meter.mark(f"{phase} step")
+        batches = [iter(self._batch, None) for _ in self.chunks]
+        interleaved = self.layout.vpp > 1
+        get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=batches if interleaved else batches[0],
+            model=self.chunks if interleaved else self.chunks[0],
+            num_microbatches=self.num_microbatches,
+            seq_length=self.job.model.seq_length,
+            micro_batch_size=self.layout.micro_batch_size,
+            forward_only=False,
+        )
+        self.meter.mark(f"update {number}")
         with self.meter.labelled("optimizer_step"):
             self.optimizer.step()
         for inner in inner_optimizers(self.optimizer):

@@ -68,7 +68,7 @@ class Play:
     num_steps: int = 0
     """Number of training steps that the program has requested."""
     optimizers: list[Any] = field(default_factory=list)
-    """Megatron's optimizers that the program has made, and the configuration of each optimizer."""
+    """Megatron's optimizers that the program has made."""
     may_end: bool = False
     """True if the program has made enough training steps to end by itself."""
 
@@ -123,7 +123,7 @@ def _while_playing(answer: Callable[[], object]) -> Callable[[Callable[..., Any]
 def _seen_optimizer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     optimizer = original(*args, **kwargs)
     if _playing:
-        _playing[0].optimizers.append((args[0] if args else kwargs["config"], optimizer))
+        _playing[0].optimizers.append(optimizer)
     return optimizer
 
 
@@ -332,10 +332,11 @@ _LOSSES = {
     "transformer.experimental_attention_variant.dsa": "DSAIndexerLossLoggingHelper.tracker.clear",
 }
 """Functions of several releases that forget the losses of layers. The table keeps the length of the first model."""
+_OFFLOADING = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 
 
 def _forget() -> None:
-    """Remove process groups, CUDA graphs and global variables of Megatron and Transformer Engine."""
+    """Remove process groups, CUDA graphs, and global variables and tensors of Megatron and Transformer Engine."""
     from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
     from megatron.core.tensor_parallel import random
 
@@ -351,6 +352,13 @@ def _forget() -> None:
             attrgetter(path)(sys.modules.get(f"megatron.core.{module}"))()
     # The next play may need a random number generator for CUDA graphs, or none.
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+    offloading: Any = sys.modules.get(_OFFLOADING)
+    if offloading is not None:
+        # The manager keeps tensors that the last play offloaded.
+        offloading.PipelineOffloadManager.OFFLOAD_MGR = None
+    # Transformer Engine 2.2 to 2.18 keeps an empty weight gradient for each weight shape (module/base.py,
+    # get_dummy_wgrad). A training keeps only the shapes of its own layers.
+    getattr(sys.modules.get("transformer_engine.pytorch.module.base"), "_dummy_wgrads", {}).clear()
     engine: Any = sys.modules.get("transformer_engine.pytorch.fp8")
     if engine is not None:
         # Transformer Engine would keep and update the FP8 scales of freed layers.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import itertools
 import statistics
 import time
@@ -20,18 +19,11 @@ from typing import Any
 import torch
 
 from pipette_launch.facts import Job, Layout
-from pipette_launch.megatron.performance import performance_options
-from pipette_patches.one_rank import enough_microbatches, first_rank, inner_optimizers
+from pipette_patches.one_rank import enough_microbatches, first_rank, inner_optimizers, train_from_flags
 from pipette_patches.play import Play, Step, Stop, played
 from pipette_patches.replacements import Replacement, Replacements, nothing, wrapping
 from pipette_patches.storage_meter import StorageMeter, metered, recounting, under
-from pipette_patches.workload import (
-    MakeProgram,
-    as_run_here,
-    forget_dummy_gradients,
-    from_flags,
-    refusals_named,
-)
+from pipette_patches.workload import MakeProgram, as_run_here, refusals_named
 
 _STEPS = 2
 _TIMED = {"cpu": 3, "cuda": 1}
@@ -66,8 +58,7 @@ def run_stage(
 ) -> StageRun:
     """Train the first rank of a stage for two steps, and with a stopwatch for three more on a CPU; free everything.
 
-    `workload.load` must have run, and no process group may exist. The first step makes the optimizer's states. On a CPU
-    it runs only the optimizer for a model from flags, except with Megatron-FSDP, which makes gradients in a backward.
+    `workload.load` must have run, and no process group may exist.
 
     `program` is the job's own script; None builds the model from the job's flags. `stopwatch` is a stopwatch of
     `probe.instruments`; None times no step. `wait_s` is a wait before each timed pass, in which caches cool down as in
@@ -81,7 +72,6 @@ def run_stage(
         layout=layout,
         num_microbatches=num_microbatches,
         captures=captures,
-        skips_first=program is None and device_kind == "cpu" and not performance_options(real).use_megatron_fsdp,
         on_cpu=device_kind == "cpu",
         timer=_StepTimer(stopwatch, num_microbatches, wait_s) if stopwatch else None,
     )
@@ -91,21 +81,15 @@ def run_stage(
             if program is not None:
                 program(job, layout)()
             else:
-                build = functools.partial(from_flags, real, layout, pp_rank, changes=changes, meter=meter)
-                instances = performance_options(real).num_distributed_optimizer_instances
-                build(num_microbatches=num_microbatches, num_optimizer_instances=instances)
+                train_from_flags(real, layout, pp_rank, meter=meter, changes=changes)
 
     rank = first_rank(layout, pp_rank)
-    try:
-        with (
-            refusals_named(stage_words(layout, pp_rank), program),
-            Replacements((_received(steps.timer), *_WITHOUT_PEERS)),
-            played(start, rank=rank, world_size=layout.world_size, on_step=steps.on_step),
-        ):
-            peak = max(steps.meter.stretches, key=lambda stretch: stretch.total)
-    finally:
-        forget_dummy_gradients()
-        gc.collect()
+    with (
+        refusals_named(stage_words(layout, pp_rank), program),
+        Replacements((_received(steps.timer), *_WITHOUT_PEERS)),
+        played(start, rank=rank, world_size=layout.world_size, on_step=steps.on_step),
+    ):
+        peak = max(steps.meter.stretches, key=lambda stretch: stretch.total)
     parts = {name: size for name, size in peak.at_peak.items() if size}
     times = steps.timer.times() if steps.timer else {}
     return StageRun(tally_bytes=peak.total, parts=parts, notes=notes, times=times)
@@ -118,7 +102,6 @@ class _Steps:
     layout: Layout
     num_microbatches: int
     captures: bool
-    skips_first: bool
     on_cpu: bool
     timer: _StepTimer | None
     meter: StorageMeter = field(default_factory=StorageMeter)
@@ -134,7 +117,7 @@ class _Steps:
         """Run a step, or end the play."""
         timed = 0 if self.timer is None else _TIMED["cpu" if self.on_cpu else "cuda"]
         last = _STEPS + (timed if self.on_cpu else 0)
-        for _, optimizer in play.optimizers:
+        for optimizer in play.optimizers:
             _never_skips(optimizer)
         if self.timer:
             self.timer.end()
@@ -150,9 +133,9 @@ class _Steps:
         if play.num_steps == 1 and not self.captures:
             # The first step makes the optimizer's states. Interleaved stages take micro-batches in groups.
             few = 1 if self.layout.vpp == 1 else self.layout.microbatch_group_size or self.layout.pp
-            return None if self.skips_first else step.run(num_microbatches=min(few, self.num_microbatches))
+            return step.run(num_microbatches=min(few, self.num_microbatches))
         if self.timer and play.num_steps > last - timed:
-            return self.timer.run(step, [optimizer for _, optimizer in play.optimizers])
+            return self.timer.run(step, play.optimizers)
         return step.run(num_microbatches=self.num_microbatches)
 
 

@@ -2,8 +2,8 @@
 
 The job's own script builds a small model: the embedding, one layer of each kind, and the output layer. `play` stops the
 script in its first forward. The layers are then run with the arguments that the script gave to each layer. If the
-script cannot be played, `Trainer` builds the model from the job's flags. Communication takes no time, so each device
-measures alone, and devices measure different shapes at once.
+script cannot be played, `train_from_flags` builds the model from the job's flags. Communication takes no time, so each
+device measures alone, and devices measure different shapes at once.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ from pipette_launch.megatron.layout import STACKS
 from pipette_launch.megatron.performance import given_options
 from pipette_patches import registry
 from pipette_patches.megatron_config import left_out
-from pipette_patches.one_rank import Size, Trainer, import_megatron, initialize
+from pipette_patches.one_rank import import_megatron, train_from_flags
 from pipette_patches.play import Play, PlayError, Step, Stop, played
-from pipette_patches.storage_meter import StorageMeter
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 MakeProgram = Callable[[Job, Layout], Callable[[], object]]
@@ -96,17 +95,12 @@ class Workload:
     """The parts of the model, built for one compute case (TP, CP and micro-batch size)."""
 
     parts: tuple[Part, ...]
-    model: Any
-    """The GPTModel that contains the parts."""
-    token_ids: torch.Tensor
-    """Token ids of the input, which are also the labels of the loss."""
     notes: tuple[str, ...]
     """One sentence for each difference from the real job."""
     wrapped: Any
-    """The model in Megatron's DistributedDataParallel."""
+    """The model that contains the parts, in Megatron's DistributedDataParallel."""
     optimizer: Any
-    """Megatron's optimizer of the model, and its configuration."""
-    optimizer_config: Any
+    """Megatron's optimizer of the model."""
 
 
 MOST_VARIANTS = 64
@@ -156,7 +150,7 @@ def workload(
             raise WorkloadError("only the job's own script builds these layers")
         small, changes, more = as_run_here(small, device_kind)
         notes += more
-        start: Callable[[], object] = lambda: from_flags(small, layout, changes=changes)  # noqa: E731
+        start: Callable[[], object] = functools.partial(train_from_flags, small, layout, changes=changes)
     else:
         start = program(small, layout)
     seen = _Seen(captures=captures)
@@ -165,22 +159,12 @@ def workload(
         with contextlib.ExitStack() as stack:
             with refusals_named(case_words(case), program):
                 play = stack.enter_context(played(start, rank=0, world_size=layout.world_size, on_step=look))
-                config, optimizer = play.optimizers[-1]
                 if captures:
                     _check_graphs(seen)
-                parts, ids = _parts(seen, small, layer_variants(job.model))
-            yield Workload(
-                parts=parts,
-                model=seen.model,
-                token_ids=ids,
-                notes=notes,
-                wrapped=seen.wrapped,
-                optimizer=optimizer,
-                optimizer_config=config,
-            )
+                parts = _parts(seen, small, layer_variants(job.model))
+            yield Workload(parts=parts, notes=notes, wrapped=seen.wrapped, optimizer=play.optimizers[-1])
     finally:
         seen.calls.clear()
-        forget_dummy_gradients()
 
 
 def needs_script(job: Job) -> bool:
@@ -194,6 +178,9 @@ def layer_variants(model: ModelSpec) -> list[tuple[LayerKind, int]]:
     windows = model.attention_windows or (0,) * model.num_layers
     pairs = zip(model.layer_kinds, windows, strict=True)
     return [(kind, window if kind in KINDS_WITH_ATTENTION else 0) for kind, window in pairs]
+
+
+_OF_MANY_RANKS = ("--use-megatron-fsdp", "--num-distributed-optimizer-instances")
 
 
 def one_of_each(job: Job, case: ComputeCase, *, device_kind: str) -> tuple[Job, Layout, tuple[str, ...]]:
@@ -232,7 +219,7 @@ def one_of_each(job: Job, case: ComputeCase, *, device_kind: str) -> tuple[Job, 
         model=dataclasses.replace(model, **changes),
         batch=dataclasses.replace(job.batch, global_batch_size=case.micro_batch_size),
         # Megatron-FSDP gathers the weights of whole layers, whose time the planner adds.
-        performance_flags=tuple(flag for flag in job.performance_flags if not flag.startswith("--use-megatron-fsdp")),
+        performance_flags=tuple(flag for flag in job.performance_flags if not flag.startswith(_OF_MANY_RANKS)),
     )
     return small, layout, notes
 
@@ -255,24 +242,6 @@ def as_run_here(job: Job, device_kind: str) -> tuple[Job, dict[str, Any], tuple[
         notes.append("layers and stages were measured with megatron-core's local layers: transformer-engine is absent")
     local = dataclasses.replace(job.model, transformer_impl="local", attention_backend="local")
     return dataclasses.replace(job, model=local), changes, tuple(notes)
-
-
-def from_flags(
-    job: Job,
-    layout: Layout,
-    pp_rank: int = 0,
-    *,
-    changes: dict[str, Any],
-    meter: StorageMeter | None = None,
-    num_microbatches: int = 1,
-    num_optimizer_instances: int = 1,
-) -> None:
-    """Train a model that is built from the job's flags. This program replaces a script that cannot be played."""
-    initialize(layout, num_optimizer_instances=num_optimizer_instances)
-    size = Size(chunks=layout.chunk_layers(job.model.num_layers), num_microbatches=num_microbatches)
-    trainer = Trainer(job, layout, pp_rank, meter=meter or StorageMeter(), size=size, changes=changes)
-    while True:
-        trainer.step("step")
 
 
 class _Call(NamedTuple):
@@ -376,15 +345,6 @@ def _precision() -> Callable[[], contextlib.AbstractContextManager[object]]:
     return lambda: engine.fp8_autocast(enabled=True, fp8_recipe=recipe)
 
 
-def forget_dummy_gradients() -> None:
-    """Free the empty weight gradients that Transformer Engine 2.2 to 2.18 keeps, one gradient for each weight shape.
-
-    A training keeps only the shapes of its own layers (transformer_engine/pytorch/module/base.py, get_dummy_wgrad).
-    """
-    base = sys.modules.get("transformer_engine.pytorch.module.base")
-    getattr(base, "_dummy_wgrads", {}).clear()
-
-
 @contextlib.contextmanager
 def refusals_named(name: str, program: MakeProgram | None) -> Iterator[None]:
     """Turn an error of megatron-core or the script, except for lack of memory, into a WorkloadError with the reason."""
@@ -411,16 +371,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text or no_kernel
 
 
-def _parts(seen: _Seen, job: Job, whole: list[tuple[LayerKind, int]]) -> tuple[tuple[Part, ...], torch.Tensor]:
-    """Return the parts of the model that a program has built, and the token ids of its first forward.
+def _parts(seen: _Seen, job: Job, whole: list[tuple[LayerKind, int]]) -> tuple[Part, ...]:
+    """Return the parts of the model that a program has built.
 
     `whole` has kind and window of each layer of the user's model.
     """
     gpt, model, variants = seen.model, job.model, layer_variants(job.model)
+    if model.foreign:
+        return _foreign_parts(seen, job)
     args, kwargs = seen.calls[seen.embedding][0][:2]
     ids: torch.Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-    if model.foreign:
-        return _foreign_parts(seen, job), ids
     layers = list(gpt.decoder.layers)
     # Hybrid models name their last norm in another way than GPTModel.
     norm = getattr(gpt.decoder, "final_norm", None) or gpt.decoder.final_layernorm
@@ -454,7 +414,7 @@ def _parts(seen: _Seen, job: Job, whole: list[tuple[LayerKind, int]]) -> tuple[t
     if model.mtp_num_layers:
         modules = torch.nn.ModuleList([gpt.mtp, gpt.embedding, words])
         found.append(part("prediction", modules.parameters(), predict, source=hidden))
-    return tuple(found), ids
+    return tuple(found)
 
 
 def _foreign_parts(seen: _Seen, job: Job) -> tuple[Part, ...]:
@@ -607,13 +567,13 @@ def optimizer_step(work: Workload) -> OptimizerStep:
     parameters: list[Any] = [each for each in work.wrapped.parameters() if each.requires_grad]
     single = torch.nn.Module()
     single.elements = torch.nn.ParameterList(each.detach().flatten()[:1].clone() for each in parameters)
-    few = type(work.wrapped)(config=work.model.config, ddp_config=work.wrapped.ddp_config, module=single)
+    few = type(work.wrapped)(config=work.wrapped.config, ddp_config=work.wrapped.ddp_config, module=single)
     for parameter in (*parameters, *few.parameters()):
         # Random gradients have a norm far above Megatron's limit of 1, so the step clips gradients.
         parameter.main_grad.copy_(torch.randn_like(parameter))
     return OptimizerStep(
         run=work.optimizer.step,
-        run_on_single_elements=get_megatron_optimizer(work.optimizer_config, [few], use_gloo_process_groups=False).step,
+        run_on_single_elements=get_megatron_optimizer(work.optimizer.config, [few], use_gloo_process_groups=False).step,
         num_parameters=sum(each.numel() for each in parameters),
         gradient_bytes=sum(each.main_grad.numel() * each.main_grad.element_size() for each in parameters),
     )

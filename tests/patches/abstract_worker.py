@@ -4,10 +4,11 @@ import json
 import warnings
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
 from facts_for_tests import tiny_job, tiny_model
 
-from pipette_launch.facts import Batch, Layout, Recompute
+from pipette_launch.facts import Batch, Job, Layout, Recompute
 from pipette_patches.abstract import execution
 from pipette_patches.storage_meter import StorageMeter
 
@@ -46,6 +47,11 @@ CASES: dict[str, tuple[dict[str, Any], Layout, int, int]] = {
 }
 
 
+def whole_run(job: Job, layout: Layout, _pp_rank: int, run: execution.Run) -> execution.Trace:
+    """Run all layers and micro-batches."""
+    return run(layout.chunk_layers(job.model.num_layers), layout.num_microbatches(job.batch.global_batch_size))
+
+
 def main() -> None:
     """Count each case in both ways, and the operations that it took."""
     warnings.simplefilter("ignore")
@@ -69,7 +75,8 @@ def main() -> None:
         found[name] = []
         for whole in (False, True):
             operations[0] = 0
-            counted = asdict(execution.run_rank(job, layout, pp_rank, whole=whole))
+            with mock.patch.object(execution, "scaled", whole_run if whole else execution.scaled):
+                counted = asdict(execution.run_rank(job, layout, pp_rank))
             found[name].append({**counted, "operations": operations[0]})
     print(json.dumps(found))
 

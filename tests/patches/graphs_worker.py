@@ -18,10 +18,10 @@ from pipette_launch.facts import ComputeCase, Job, Layout
 from pipette_launch.probe.compute.timing import HABITS, time_part
 from pipette_launch.probe.instruments import CpuStopwatch
 from pipette_patches import workload as patches_workload
-from pipette_patches.one_rank import Size, Trainer, initialize
+from pipette_patches.one_rank import Trainer, initialize, train_from_flags
 from pipette_patches.storage_meter import StorageMeter
 from pipette_patches.whole_stage import run_stage
-from pipette_patches.workload import Workload, from_flags, load, workload
+from pipette_patches.workload import Workload, load, workload
 
 CASE = ComputeCase(tp=1, cp=1, micro_batch_size=2)
 JOB = replace(tiny_job(1), model=tiny_model(untie_embeddings_and_output_weights=True))
@@ -30,7 +30,7 @@ CHANGES = {"cuda_graph_impl": "local", "cuda_graph_scope": [], "cuda_graph_warmu
 
 def program(job: Job, layout: Layout, **changes: Any) -> Any:
     """Return a program whose layers have CUDA graphs, as a script with `--cuda-graph-impl local`."""
-    return partial(from_flags, job, layout, changes={**CHANGES, **changes})
+    return partial(train_from_flags, job, layout, changes={**CHANGES, **changes})
 
 
 @contextmanager
@@ -87,19 +87,13 @@ def engine() -> list[Any]:
         return tuple(each for each in layer.forward(*args, **kwargs) if each is not None)
 
     def start(job: Job, layout: Layout) -> None:
-        initialize(layout, num_optimizer_instances=1)
-        trainer = Trainer(
-            job,
-            layout,
-            0,
-            meter=StorageMeter(),
-            size=Size(chunks=(1,), num_microbatches=1),
-            changes={**CHANGES, "cuda_graph_impl": "transformer_engine"},
-        )
-        trainer.step("step")
+        initialize(job, layout)
+        changes = {**CHANGES, "cuda_graph_impl": "transformer_engine"}
+        trainer = Trainer(job, layout, 0, chunks=(1,), meter=StorageMeter(), changes=changes)
+        trainer.step(1)
         for layer in trainer.chunks[0].module.decoder.layers:
             layer.cuda_graphs = [partial(graphed, layer)]
-        trainer.step("step")
+        trainer.step(2)
 
     package = ModuleType("transformer_engine")
     package.pytorch = ModuleType("transformer_engine.pytorch")  # type: ignore[attr-defined]

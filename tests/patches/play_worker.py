@@ -7,7 +7,9 @@ import signal
 import sys
 import warnings
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -72,7 +74,7 @@ SCRIPTS = {
 }
 
 
-def stop(_play: play.Play, _step: play.Step) -> None:
+def stop(*_play_and_step: object) -> None:
     """End the program at its first training step."""
     raise play.Stop
 
@@ -86,6 +88,23 @@ def outcome(path: Path, target: Path) -> str:
     except Exception as error:  # noqa: BLE001
         # Scripts raise any error.
         return f"{type(error).__name__}: {error}"
+
+
+def kept_tensors() -> list[object]:
+    """Return what is left after a play of the empty gradients and offloaded tensors that libraries keep."""
+    names = (
+        "transformer_engine.pytorch.module.base",
+        "megatron.core.pipeline_parallel.fine_grained_activation_offload",
+    )
+    engine, offloading = map(ModuleType, names)
+    engine._dummy_wgrads = {(2, 2): "a gradient"}  # type: ignore[attr-defined]
+    offloading.PipelineOffloadManager = SimpleNamespace(OFFLOAD_MGR="tensors")  # type: ignore[attr-defined]
+    with (
+        mock.patch.dict(sys.modules, zip(names, (engine, offloading), strict=True)),
+        play.played(stop, rank=0, world_size=1, on_step=stop),
+    ):
+        pass
+    return [engine._dummy_wgrads, offloading.PipelineOffloadManager.OFFLOAD_MGR]
 
 
 def example() -> dict[str, Any]:
@@ -130,6 +149,7 @@ def experts(num_layers: int) -> str:
 def main(folder: Path) -> None:
     """Play everything, below an empty folder."""
     found: dict[str, Any] = {"example": example(), "outcomes": {}, "experts": [experts(2), experts(3)]}
+    found["kept tensors"] = kept_tensors()
     handler = signal.getsignal(signal.SIGTERM)
     sys.stdout.flush()
     output, sys.stdout = sys.stdout, Path(os.devnull).open("w")  # noqa: SIM115

@@ -24,6 +24,11 @@ def test_groups_arguments_and_variables_are_as_before(found: dict[str, Any]) -> 
     assert [False, True, True] == found["example"]["left"]
 
 
+def test_a_play_frees_tensors_that_libraries_keep(found: dict[str, Any]) -> None:
+    """Transformer Engine's empty gradients and Megatron's offloaded tensors would count for the next play."""
+    assert [{}, None] == found["kept tensors"]
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

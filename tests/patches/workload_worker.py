@@ -16,17 +16,8 @@ from facts_for_tests import fine_grained_model, tiny_job, tiny_model
 
 from pipette_launch.facts import ComputeCase, Job, Layout
 from pipette_launch.facts.model import HybridLayers
-from pipette_patches.one_rank import Trainer
-from pipette_patches.workload import (
-    Part,
-    Workload,
-    WorkloadError,
-    from_flags,
-    load,
-    one_of_each,
-    optimizer_step,
-    workload,
-)
+from pipette_patches.one_rank import Trainer, train_from_flags
+from pipette_patches.workload import Part, Workload, WorkloadError, load, one_of_each, optimizer_step, workload
 
 CASE = ComputeCase(tp=1, cp=1, micro_batch_size=2)
 WATCHED: list[Any] = []
@@ -34,9 +25,20 @@ WATCHED: list[Any] = []
 JOB = replace(tiny_job(1), model=tiny_model(untie_embeddings_and_output_weights=True))
 
 
+def token_ids(work: Workload) -> torch.Tensor:
+    """Return the token ids of the model's input, which are also the labels of its loss."""
+    found: list[torch.Tensor] = []
+    hook = work.wrapped.module.embedding.register_forward_pre_hook(
+        lambda _module, _args, given: found.append(given["input_ids"]), with_kwargs=True
+    )
+    next(part for part in work.parts if part.name == "embedding").forward(1)
+    hook.remove()
+    return found[0]
+
+
 def open_mask(work: Workload) -> torch.Tensor:
     """Return the attention mask of models that are built from flags, which masks nothing."""
-    size, length = work.token_ids.shape
+    size, length = token_ids(work).shape
     return torch.zeros(size, 1, length, length, dtype=torch.bool)
 
 
@@ -54,7 +56,7 @@ def whole_and_parts(work: Workload) -> list[float]:
     layer, _, head, _ = work.parts
     hidden = layer.source
     assert hidden is not None
-    whole = work.model(None, None, open_mask(work), decoder_input=hidden, labels=work.token_ids).mean()
+    whole = work.wrapped.module(None, None, open_mask(work), decoder_input=hidden, labels=token_ids(work)).mean()
     with torch.no_grad():
         hidden.copy_(layer.forward(1))
     return [whole.item(), head.forward(1).item()]
@@ -88,16 +90,16 @@ def accumulated(part: Part) -> list[bool]:
 
 def moved(work: Workload) -> list[Any]:
     """Return whether a step moves every matrix, and the number of parameters."""
-    before = [parameter.detach().clone() for parameter in work.model.parameters()]
+    before = [parameter.detach().clone() for parameter in work.wrapped.module.parameters()]
     step = optimizer_step(work)
-    gradients = [parameter.main_grad.clone() for parameter in work.model.parameters()]
+    gradients = [parameter.main_grad.clone() for parameter in work.wrapped.module.parameters()]
     step.run_on_single_elements()
     step.run()
     norms = [
         sum(float((each**2).sum()) for each in some) ** 0.5
-        for some in (gradients, [parameter.main_grad for parameter in work.model.parameters()])
+        for some in (gradients, [parameter.main_grad for parameter in work.wrapped.module.parameters()])
     ]
-    after = list(work.model.parameters())
+    after = list(work.wrapped.module.parameters())
     return [all(not torch.equal(a, b) for a, b in zip(before, after, strict=True)), step.num_parameters, *norms]
 
 
@@ -182,7 +184,7 @@ def windows() -> list[Any]:
         JOB, model=replace(JOB.model, attention_windows=(4, 0, 4, 4)), performance_flags=("--window-size 3,0",)
     )
     with workload(job, CASE, device_kind="cpu") as work:
-        cores = [layer.self_attention.core_attention for layer in work.model.decoder.layers]
+        cores = [layer.self_attention.core_attention for layer in work.wrapped.module.decoder.layers]
         parts = [[part.name, part.share] for part in work.parts if part.name in ("layer", "core_attention")]
         for part in work.parts:
             part.backward(part.forward(1))
@@ -246,7 +248,7 @@ def bert(job: Job, layout: Layout) -> Callable[[], None]:
 
     def run() -> None:
         with mock.patch.multiple(Trainer, _chunk=chunk, _forward_step=forward_step):
-            from_flags(job, layout, changes={"perform_initialization": True})
+            train_from_flags(job, layout, changes={"perform_initialization": True})
 
     return run
 
@@ -258,8 +260,8 @@ def encoder() -> list[Any]:
         layer, embedding, head, _ = work.parts
         assert layer.source is not None
         with torch.no_grad():
-            ids = work.token_ids
-            outputs = work.model(ids, torch.ones_like(ids), tokentype_ids=ids % 2, lm_labels=ids)
+            ids = token_ids(work)
+            outputs = work.wrapped.module(ids, torch.ones_like(ids), tokentype_ids=ids % 2, lm_labels=ids)
             layer.source.copy_(embedding.forward(1))
             layer.source.copy_(layer.forward(1))
         last = head.forward(1)
@@ -285,7 +287,7 @@ def narrow_values(work: Workload) -> list[Any]:
     """Shape of the core's output, its distance from attention written out, and whether a gradient goes back."""
     core = next(part for part in work.parts if part.name == "core_attention")
     given: list[tuple[torch.Tensor, ...]] = []
-    module = work.model.decoder.layers[0].self_attention.core_attention
+    module = work.wrapped.module.decoder.layers[0].self_attention.core_attention
     hook = module.register_forward_pre_hook(lambda _, args: given.append(args[:3]))
     output = core.forward(1)
     hook.remove()
@@ -302,24 +304,25 @@ def predicted(work: Workload) -> list[Any]:
     dense, moe, *_, depth = work.parts
     hidden = depth.source
     assert hidden is not None
+    ids = token_ids(work)
     read: list[torch.Tensor] = []
-    hook = work.model.output_layer.register_forward_pre_hook(lambda _, args: read.append(args[0].detach()))
-    positions = torch.arange(work.token_ids.shape[1]).expand_as(work.token_ids)
+    hook = work.wrapped.module.output_layer.register_forward_pre_hook(lambda _, args: read.append(args[0].detach()))
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
     with torch.no_grad():
         # Before 0.16 megatron-core has no default for it.
-        work.model.config.mtp_loss_scaling_factor = 0.1
-        mask = torch.ones_like(work.token_ids, dtype=torch.float32)
-        work.model(
-            work.token_ids,
+        work.wrapped.module.config.mtp_loss_scaling_factor = 0.1
+        mask = torch.ones_like(ids, dtype=torch.float32)
+        work.wrapped.module(
+            ids,
             positions,
             open_mask(work),
             decoder_input=hidden,
-            labels=work.token_ids,
+            labels=ids,
             loss_mask=mask,
         )
         for layer in (dense, moe):
             hidden.copy_(layer.forward(1))
-        hidden.copy_(work.model.decoder.final_layernorm(hidden))
+        hidden.copy_(work.wrapped.module.decoder.final_layernorm(hidden))
     loss = depth.forward(1)
     hook.remove()
     depth.backward(loss)
@@ -365,12 +368,12 @@ def main() -> None:
         (full, with_weights), (frozen, without) = gradients(layer, False), gradients(layer, True)
         found["frozen"] = [torch.allclose(full, frozen), all(with_weights), any(without)]
         found["accumulated"] = accumulated(layer)
-        WATCHED.append(work.model.decoder.layers[0])
+        WATCHED.append(work.wrapped.module.decoder.layers[0])
         found["again"] = run_again(layer)
         found["core"] = core_alone(work)
         found["losses"] = whole_and_parts(work)
         found["moved"] = moved(work)
-        found["parameters"] = sum(parameter.numel() for parameter in work.model.parameters())
+        found["parameters"] = sum(parameter.numel() for parameter in work.wrapped.module.parameters())
     found["fused losses"] = fused_and_unfused_losses()
     found["group left"] = dist.is_initialized()
     shapes = {}
@@ -380,7 +383,7 @@ def main() -> None:
     found["layer parameters"] = [shapes[1], shapes[2]]
     flags = ("--cross-entropy-loss-fusion", "--fp8-format hybrid", "--qk-layernorm")
     with workload(replace(JOB, performance_flags=flags), CASE, device_kind="cpu") as work:
-        config = work.model.config
+        config = work.wrapped.module.config
         found["flags"] = [config.qk_layernorm, config.cross_entropy_loss_fusion, *work.notes]
         found["norms"] = len(work.parts[0].parameters)
         work.parts[0].backward(work.parts[0].forward(1))

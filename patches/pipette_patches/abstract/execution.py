@@ -14,20 +14,35 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from pipette_launch.facts import Job, Layout
 from pipette_launch.facts.messages import ExecutedMemory, ExecutedParts
 from pipette_launch.megatron.performance import performance_options
 from pipette_patches import megatron_config
 from pipette_patches.abstract import kernels, transformer_engine
-from pipette_patches.abstract.gpu_replacements import CORE, EXPERTS, OFFLOADING, TORCH, forget_offloaded
-from pipette_patches.one_rank import Size, Trace, Trainer, enough_microbatches, full_size, import_megatron, one_rank
+from pipette_patches.abstract.gpu_replacements import CORE, EXPERTS, OFFLOADING, TORCH
+from pipette_patches.one_rank import enough_microbatches, first_rank, import_megatron, train_from_flags
+from pipette_patches.play import Play, Step, Stop, played
 from pipette_patches.replacements import Replacements
 from pipette_patches.storage_meter import Stretch, metered
 
-Run = Callable[[Size, bool], Trace]
-"""Runs a part of a job, with or without forward and backward, and returns the trace of the run."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """Live bytes during a run, divided into stretches: each forward, each backward and each step."""
+
+    stretches: tuple[Stretch, ...]
+    left: dict[str, int]
+    """Live bytes by label at the end of the run."""
+    report_bytes: int
+    """Bytes that the loss of each micro-batch keeps until its step ends."""
+
+
+Run = Callable[[tuple[int, ...], int], Trace]
+"""Runs a job with some layers in each chunk, and some micro-batches or none, and returns the trace of the run."""
+_STEPS = 2
 _STATIC = ("weights", "gradients", "optimizer")
 _FEW_PASSES = 48
 """If layers times micro-batches of a rank are at most 48, the rank runs at full size."""
@@ -48,36 +63,39 @@ def load() -> None:
     gc.freeze()
 
 
-def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> ExecutedMemory:
+def run_rank(job: Job, layout: Layout, pp_rank: int) -> ExecutedMemory:
     """Train the first rank of a pipeline stage for two steps, and return the bytes that the rank needs.
 
-    Args:
-        job: the training job.
-        layout: the parallel layout, which may differ from the job's own layout.
-        pp_rank: the pipeline rank.
-        whole: True runs all layers and micro-batches instead of extrapolating from smaller runs.
-
+    The layout may differ from the job's own layout.
     """
 
-    def run(size: Size, forward_and_backward: bool) -> Trace:
-        transformer_engine.forget_gradients()
-        backend = job.model.attention_backend
-        transformer_engine.choose_attention("fused" if backend in ("auto", "local") else backend)
-        # Jobs with Megatron's own layers are assumed to have no Transformer Engine, and so no fused optimizer.
-        kernels.choose_optimizers(fused=job.model.transformer_impl == "transformer_engine")
-        kernels.choose_routing(job)
-        forget_offloaded()
-        with metered() as meter:
-            trainer = Trainer(job, layout, pp_rank, meter=meter, size=size)
-            trace = trainer.train(forward_and_backward=forward_and_backward)
-            del trainer
-        return trace
+    def run(layers_per_chunk: tuple[int, ...], num_microbatches: int) -> Trace:
+        report_bytes = 0
 
-    instances = performance_options(job).num_distributed_optimizer_instances
-    with one_rank(layout, pp_rank, num_optimizer_instances=instances):
-        trace = run(full_size(job, layout), True) if whole else scaled(job, layout, pp_rank, run)
-    gc.collect()
-    first_iteration = ("setup", "first", "first step")
+        def on_step(play: Play, step: Step) -> Any:
+            nonlocal report_bytes
+            if play.num_steps > _STEPS:
+                raise Stop
+            reports = step.run(num_microbatches=num_microbatches) if num_microbatches else None
+            if reports:
+                report_bytes = meter.by_label.get("head", 0) // num_microbatches
+            return reports
+
+        with metered() as meter:
+            train = functools.partial(train_from_flags, job, layout, pp_rank, meter=meter)
+            program = functools.partial(train, layers_per_chunk=layers_per_chunk)
+            rank = first_rank(layout, pp_rank)
+            with played(program, rank=rank, world_size=layout.world_size, on_step=on_step):
+                # The stretch that `Stop` ended began with the bytes that two whole steps have left.
+                return Trace(stretches=tuple(meter.stretches), left=meter.at_peak, report_bytes=report_bytes)
+
+    backend = job.model.attention_backend
+    transformer_engine.choose_attention("fused" if backend in ("auto", "local") else backend)
+    # Jobs with Megatron's own layers are assumed to have no Transformer Engine, and so no fused optimizer.
+    kernels.choose_optimizers(fused=job.model.transformer_impl == "transformer_engine")
+    kernels.choose_routing(job)
+    trace = scaled(job, layout, pp_rank, run)
+    first_iteration = ("setup", "step 1", "update 1")
     peak = max(trace.stretches, key=lambda stretch: stretch.total)
     return ExecutedMemory(
         pp_rank=pp_rank,
@@ -94,23 +112,20 @@ def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> 
 
 def scaled(job: Job, layout: Layout, pp_rank: int, run: Run) -> Trace:
     """Return the trace of a rank at full size, computed from the smallest runs that give exact results."""
-    full = full_size(job, layout)
+    chunks, every = layout.chunk_layers(job.model.num_layers), layout.num_microbatches(job.batch.global_batch_size)
     # With deferred weight gradients the output layer keeps tensors of every micro-batch, so no schedule repeats.
     repeats = not performance_options(job).defer_embedding_wgrad_compute
-    enough = enough_microbatches(layout, pp_rank, full.num_microbatches) if repeats else full.num_microbatches
-    size = replace(full, num_microbatches=enough)
-    own = size.chunks[pp_rank :: layout.pp]
+    enough = enough_microbatches(layout, pp_rank, every) if repeats else every
+    own = chunks[pp_rank :: layout.pp]
     period, wanted = layer_period(job, layout), max(own)
     small = smallest(layout, period, wanted)
-    few = sum(own) * size.num_microbatches <= _FEW_PASSES
+    few = sum(own) * enough <= _FEW_PASSES
     if not period or len(set(own)) > 1 or few or wanted <= 2 * small + period:
-        trace = run(size, True)
+        trace = run(chunks, enough)
     else:
-        first, second = (
-            run(replace(size, chunks=(layers,) * len(size.chunks)), True) for layers in (small, small + period)
-        )
-        trace = _extrapolated(first, second, (wanted - small) // period, bare=run(size, False))
-    return _with_reports(trace, full.num_microbatches - size.num_microbatches)
+        first, second = (run((layers,) * len(chunks), enough) for layers in (small, small + period))
+        trace = _extrapolated(first, second, (wanted - small) // period, bare=run(chunks, 0))
+    return _with_reports(trace, every - enough)
 
 
 def layer_period(job: Job, layout: Layout) -> int:
@@ -152,7 +167,7 @@ def _extrapolated(first: Trace, second: Trace, steps: int, *, bare: Trace) -> Tr
     of_step = (*_STATIC, "optimizer_step")
     setup = [stretch for stretch in bare.stretches if stretch.phase == "setup"]
     stretches = [
-        Stretch(a.phase, grown(a.at_peak, b.at_peak, statics[a.phase], of_step if "step" in a.phase else _STATIC))
+        Stretch(a.phase, grown(a.at_peak, b.at_peak, statics[a.phase], of_step if "update" in a.phase else _STATIC))
         for a, b in zip(first.stretches, second.stretches, strict=True)
         if a.phase != "setup"
     ]
@@ -169,7 +184,7 @@ def _with_reports(trace: Trace, missing: int) -> Trace:
         trace,
         stretches=tuple(
             Stretch(phase=one.phase, at_peak={**one.at_peak, "head": one.at_peak.get("head", 0) + more})
-            if one.phase not in ("setup", "end")
+            if one.phase != "setup"
             else one
             for one in trace.stretches
         ),

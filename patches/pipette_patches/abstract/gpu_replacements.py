@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -266,13 +265,6 @@ EXPERTS = (
 """Replacements for experts and latent attention, whose original code reads values of tensors."""
 
 _OFFLOAD = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
-
-
-def forget_offloaded() -> None:
-    """Drop the tensors that the last job offloaded."""
-    module = sys.modules.get(_OFFLOAD)
-    if module is not None:
-        module.PipelineOffloadManager.OFFLOAD_MGR = None
 
 
 def _to_host(_handler: Any, tensor: torch.Tensor, **_options: bool) -> tuple[Any, ...]:

@@ -220,12 +220,7 @@ def routed_rows(tokens: int, experts: int) -> int:
 
 
 def choose_routing(job: Job) -> None:
-    """Route tokens as in `job` from now on, and drop the losses that Megatron keeps of an earlier job."""
-    from megatron.core.transformer import multi_token_prediction
-    from megatron.core.transformer.moe import moe_utils
-
-    moe_utils.get_moe_layer_wise_logging_tracker().clear()
-    multi_token_prediction.MTPLossLoggingHelper.tracker = {}
+    """Route tokens as in `job` from now on."""
     options = performance_options(job)
     factor = options.moe_expert_capacity_factor
     _routing[0] = Routing(

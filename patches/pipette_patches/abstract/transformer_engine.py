@@ -34,21 +34,16 @@ from pipette_patches.storage_meter import under
 
 VERSION = "2.8.0"
 """The release of Transformer Engine that this file imitates."""
-_dummy_gradients: dict[tuple[Any, ...], torch.Tensor] = {}
-
-
-def forget_gradients() -> None:
-    """Free the kept empty gradients, because a new training process has no empty gradients."""
-    _dummy_gradients.clear()
+_dummy_wgrads: dict[tuple[Any, ...], torch.Tensor] = {}
 
 
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
     """Return the shared empty gradient of a weight shape. megatron-core's own linear layers also call this function."""
     del zero
     key = (*shape, dtype)
-    if key not in _dummy_gradients:
-        _dummy_gradients[key] = under("buffers", torch.empty)(shape, dtype=dtype, device="cuda")
-    return _dummy_gradients[key].detach()
+    if key not in _dummy_wgrads:
+        _dummy_wgrads[key] = under("buffers", torch.empty)(shape, dtype=dtype, device="cuda")
+    return _dummy_wgrads[key].detach()
 
 
 def _weight_gradient(weight: Any, *, fused: bool) -> torch.Tensor:
@@ -450,7 +445,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "fp8_model_init": _no_quantization,
     },
     f"{_TE}.module": {},
-    f"{_TE}.module.base": _named(get_dummy_wgrad),
+    f"{_TE}.module.base": {**_named(get_dummy_wgrad), "_dummy_wgrads": _dummy_wgrads},
     f"{_TE}.optimizers": {
         **_named(kernels.FusedAdam, kernels.FusedSGD, kernels.multi_tensor_applier, kernels.multi_tensor_l2norm),
         "multi_tensor_scale": _nothing,

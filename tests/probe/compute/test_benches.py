@@ -7,7 +7,7 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,6 @@ from pipette_launch.probe.compute.slot_speeds import PaceTest
 from pipette_launch.probe.instruments import CpuMeter, CudaMeter, Peak
 from pipette_launch.probe.lockstep import Budget, Lockstep
 from pipette_launch.probe.messages import WarmupOrder
-from pipette_patches import workload
 from pipette_patches.run import Program
 from pipette_patches.whole_stage import StageRun
 from pipette_patches.workload import MOST_VARIANTS, OptimizerStep, Part, Workload, WorkloadError
@@ -80,8 +79,7 @@ def measure(slot: LayerBench, now_s: float = 0.0) -> None:
 
 def work_of(part: Part) -> Workload:
     """Return a workload with a single part, without a model."""
-    absent = dict.fromkeys(("model", "wrapped", "optimizer", "optimizer_config"))
-    return Workload(parts=(part,), token_ids=torch.ones(1), notes=(), **absent)
+    return Workload(parts=(part,), notes=(), wrapped=None, optimizer=None)
 
 
 def failing_workload(error: Exception, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -521,23 +519,6 @@ def bench_after(allocator: Allocator, folder: Path, *, layer_leaves: bool) -> St
         allocator.train(MIB, MATRIX)
     options = on_gpu(tiny_options(folder, hosts=1, devices=1))
     return StageBench(options=options, slot=0, meter=meter, workspace_bytes=workspace_bytes)
-
-
-def test_a_workload_leaves_no_empty_gradient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The layer's empty gradients end with the layer, so only cuBLAS' workspace is left beside a stage."""
-    allocator = Allocator(monkeypatch)
-    play = SimpleNamespace(optimizers=[(None, None)])
-    monkeypatch.setattr(workload, "played", lambda *_, **__: nullcontext(play))
-    monkeypatch.setattr(workload, "as_run_here", lambda job, _: (job, {}, ()))
-    monkeypatch.setattr(workload, "_parts", lambda *_: ((), None))
-    bench = bench_after(allocator, tmp_path, layer_leaves=False)
-    with workload.workload(bench.options.job, CASE, device_kind="cuda"):
-        allocator.train(MIB, MATRIX)
-        assert CUBLAS_BYTES + 448 * MIB == allocator.memory_allocated()
-
-    assert CUBLAS_BYTES == allocator.memory_allocated()
-    assert STAGE_BYTES + CUBLAS_BYTES == stage_bytes(bench, allocator, monkeypatch)
-    assert [] == bench.notes
 
 
 def test_what_earlier_layers_left_does_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

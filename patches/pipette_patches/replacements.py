@@ -1,8 +1,8 @@
 """Replace attributes of modules, at once or right after the module is imported, and put the originals back."""
 
-import ast
 import functools
 import importlib.metadata
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,9 +102,9 @@ class Replacement:
         return SpecifierSet(self.versions).contains(version, prereleases=True)
 
 
-def in_module(module: str, makers: Mapping[str, Callable[[Any], Any]]) -> tuple[Replacement, ...]:
-    """Return one replacement for each path below a module."""
-    return tuple(Replacement(module=module, path=path, make=make) for path, make in makers.items())
+def in_module(module: str, makers: Mapping[str, Callable[[Any], Any]], **options: Any) -> tuple[Replacement, ...]:
+    """Return one replacement for each path below a module, all with the same further fields."""
+    return tuple(Replacement(module=module, path=path, make=make, **options) for path, make in makers.items())
 
 
 def owner_of(module: ModuleType, path: str, *, may_be_absent: bool = False) -> tuple[Any, str]:
@@ -226,14 +226,7 @@ def megatron_core_version() -> str:
 
 def _version_in(file: Path) -> str:
     """Read MAJOR, MINOR, PATCH and PRE_RELEASE of Megatron's package_info.py."""
-    values: dict[str, object] = {}
-    for node in ast.parse(file.read_text()).body:
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.targets[0], ast.Name)
-            and isinstance(node.value, ast.Constant)
-        ):
-            values[node.targets[0].id] = node.value.value
+    values = dict(re.findall(r"""^([A-Z_]+) *= *['"]?(\w*)""", file.read_text(encoding="utf-8"), re.MULTILINE))
     if not {"MAJOR", "MINOR", "PATCH"} <= values.keys():
         raise PatchError(f"{file} does not define MAJOR, MINOR and PATCH; check that it belongs to megatron-core")
     return f"{values['MAJOR']}.{values['MINOR']}.{values['PATCH']}{values.get('PRE_RELEASE', '')}"

@@ -270,7 +270,7 @@ def _with_torch_norms(original: Callable[..., None], *args: Any, **kwargs: Any) 
     original(*args, **{"ln_pre_impl": norm, "ln_post_impl": norm} | kwargs)
 
 
-_BERT = "megatron.core.models.bert.bert_layer_specs"
+_BERT, _MOE = "megatron.core.models.bert.bert_layer_specs", "megatron.core.transformer.moe"
 _NORM, _LINEAR = "megatron.core.transformer.torch_norm", "megatron.core.tensor_parallel.layers"
 LOCAL_LAYERS = in_module(
     "megatron.core.extensions.transformer_engine",
@@ -289,35 +289,22 @@ LOCAL_LAYERS += in_module(_BERT, {"get_bert_layer_with_transformer_engine_spec":
 LOCAL_LAYERS += in_module("megatron.core.models.vision.clip_vit_model", {"CLIPViTModel.__init__": _with_torch_norms})
 """Megatron's own layers, which replace the Transformer Engine layers in Megatron's specs of layers."""
 WITHOUT_ENGINE = (
-    *in_module("megatron.core.transformer.torch_norm", {"WrappedTorchNorm.__new__": _norm_for_sequence_parallel}),
+    *in_module(_NORM, {"WrappedTorchNorm.__new__": _norm_for_sequence_parallel}),
     # Without Transformer Engine, Megatron reads the name below but never defines the name.
-    Replacement(
-        module="megatron.core.transformer.moe.moe_utils",
-        path="te_general_gemm",
-        make=instead(None),
-        may_be_absent=True,
-        versions="<0.17",
-    ),
+    *in_module(f"{_MOE}.moe_utils", {"te_general_gemm": instead(None)}, may_be_absent=True, versions="<0.17"),
     *in_module("megatron.core.transformer.dot_product_attention", {"DotProductAttention.__init__": _with_head_widths}),
     # Megatron-FSDP with TP checks modules against a class that is None without Transformer Engine.
-    Replacement(
-        module="megatron.core.distributed.fsdp.mcore_fsdp_adapter",
-        path="TELinear",
-        make=_a_class,
-        versions=">=0.16,<0.18",
-    ),
+    *in_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter", {"TELinear": _a_class}, versions=">=0.16,<0.18"),
     # From 0.20 on, multi-token prediction checks layers against the classes of Transformer Engine below.
-    *(
-        Replacement(
-            module="megatron.core.tensor_parallel.inference_layers", path=path, make=_a_class, versions=">=0.20"
-        )
-        for path in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear")
+    *in_module(
+        "megatron.core.tensor_parallel.inference_layers",
+        dict.fromkeys(("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"), _a_class),
+        versions=">=0.20",
     ),
     # Before 0.17, latent attention takes this name as Transformer Engine's class although the engine is missing.
-    Replacement(
-        module="megatron.core.transformer.multi_latent_attention",
-        path="TELinear",
-        make=lambda original: original if importlib.util.find_spec("transformer_engine") else _a_class(None),
+    *in_module(
+        "megatron.core.transformer.multi_latent_attention",
+        {"TELinear": lambda original: original if importlib.util.find_spec("transformer_engine") else _a_class(None)},
         versions="<0.17",
     ),
 )

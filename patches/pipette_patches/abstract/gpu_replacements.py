@@ -264,8 +264,6 @@ EXPERTS = (
 )
 """Replacements for experts and latent attention, whose original code reads values of tensors."""
 
-_OFFLOAD = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
-
 
 def _to_host(_handler: Any, tensor: torch.Tensor, **_options: bool) -> tuple[Any, ...]:
     """Return a tuple instead of the tensor, because Megatron recognises an offloaded tensor by a tuple."""
@@ -279,15 +277,16 @@ def _from_host(_handler: Any, state: tuple[Any, ...], **_options: bool) -> torch
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-OFFLOADING = tuple(
-    # If a release lacks an attribute, only jobs that offload activations fail.
-    Replacement(module=_OFFLOAD, path=path, make=make, may_be_absent=True)
-    for path, make in {
+OFFLOADING = in_module(
+    "megatron.core.pipeline_parallel.fine_grained_activation_offload",
+    {
         # From 0.18 on Megatron offloads a tensor only if its device is `cuda` and it is no parameter.
         "ChunkOffloadHandler._can_manage_tensor_for_offload": instead(lambda _, tensor: type(tensor) is torch.Tensor),
         "ChunkOffloadHandler.offload": instead(_to_host),
         "ChunkOffloadHandler.reload": instead(_from_host),
         "print_offload_summary_table": nothing,
-    }.items()
+    },
+    # If a release lacks an attribute, only jobs that offload activations fail.
+    may_be_absent=True,
 )
 """Replacements for fine-grained activation offloading (megatron-core 0.16.1): copies between device and host."""

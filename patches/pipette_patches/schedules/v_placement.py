@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipette_patches.replacements import Replacement, instead, wrapping
+from pipette_patches.replacements import Replacement, in_module, instead, wrapping
 
 SECOND = 1
 """`vp_stage` of the second chunk of a rank, in which the fold goes from the last rank back to rank 0."""
@@ -136,8 +136,7 @@ REPLACEMENTS = (
     ),
     Replacement(module=f"{_TRAINING}.utils", path="get_batch_on_this_tp_rank", make=_whole_batch, versions="<0.18"),
     Replacement(module="megatron.core.utils", path="get_batch_on_this_tp_rank", make=_whole_batch, versions=">=0.18"),
-    Replacement(module=f"{_TRAINING}.training", path="is_pp_last_stage", make=_in_model_alone),
-    Replacement(module=f"{_TRAINING}.training", path="get_model", make=_noting),
+    *in_module(f"{_TRAINING}.training", {"is_pp_last_stage": _in_model_alone, "get_model": _noting}),
     *(
         Replacement(module=module, path="is_pp_last_stage", make=instead(_is_pp_last_stage))
         for module in _LAST_STAGE_USERS

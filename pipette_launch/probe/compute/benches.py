@@ -97,10 +97,10 @@ class Bench:
     """The job's own script, which builds the models; None = the models are built from the job's flags."""
     notes: list[str] = field(default_factory=list)
 
-    def _program(self, name: str) -> dict[str, Any]:
+    def _program(self, **options: bool) -> dict[str, Any]:
         """Return arguments that let the job's own script build a model; empty = models are built from the flags."""
         script = self.script
-        return {"program": getattr(script, name), "captures": script.captures} if script else {}
+        return {"program": partial(script.prepared, **options), "captures": script.captures} if script else {}
 
     def check_free_memory(self, words: str, needed_bytes: int, purpose: str = "") -> None:
         """Raise WorkloadError if a case cannot fit into memory, because on a CPU the kernel would kill a process."""
@@ -311,7 +311,7 @@ class LayerBench(Bench):
     def _build(self, case: ComputeCase, stack: ExitStack) -> Workload:
         needed_bytes = weight_bytes(self.options.job, case)
         self.check_free_memory(case_words(case), needed_bytes, " for one layer's weights and gradients")
-        options = {"device_kind": self.options.device_kind, **self._program("for_layers")}
+        options = {"device_kind": self.options.device_kind, **self._program(single_layers=True)}
         return stack.enter_context(patches_workload.workload(self.options.job, case, **options))
 
     def _overheads(self, case: ComputeCase) -> None:
@@ -321,8 +321,8 @@ class LayerBench(Bench):
         if self.options.device_kind == "cuda" or not self.times or not (wakes or loads):
             return
         words = case_words(case)
-        program = self.script.for_layers if self.script else None
-        with self.noting(f"a short layer of {words}"), short_layer(job, case, program) as layer:
+        script = self._program(single_layers=True)
+        with self.noting(f"a short layer of {words}"), short_layer(job, case, script.get("program")) as layer:
             if wakes:
                 with self.noting(f"a layer of {words} after a wait"):
                     self.wake_s = time_wake(layer, self._stopwatch)
@@ -490,7 +490,7 @@ class StageBench(Bench):
         try:
             run = partial(whole_stage.run_stage, job, case.layout, case.pp_rank, device_kind=kind)
             wait_s = WAIT_S if kind == "cpu" else 0.0
-            runs.append(run(stopwatch=stopwatch_for(kind), wait_s=wait_s, **self._program("for_stages")))
+            runs.append(run(stopwatch=stopwatch_for(kind), wait_s=wait_s, **self._program()))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

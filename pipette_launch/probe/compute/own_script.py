@@ -55,15 +55,8 @@ class OwnScript:
         note = f"compute: every expert got about as many tokens while it was measured ({FORCED_BALANCE})"
         return [note] if self.mocks_data and forces_balance(job) else []
 
-    def for_layers(self, job: Job, layout: Layout) -> Callable[[], None]:
-        """Return a function that runs the script for one layer of each kind."""
-        return self._run(job, layout, single_layers=True)
-
-    def for_stages(self, job: Job, layout: Layout) -> Callable[[], None]:
-        """Return a function that runs the script for the whole model."""
-        return self._run(job, layout, single_layers=False)
-
-    def _run(self, job: Job, layout: Layout, *, single_layers: bool) -> Callable[[], None]:
+    def prepared(self, job: Job, layout: Layout, *, single_layers: bool = False) -> Callable[[], None]:
+        """Return a function that runs the script for the whole model, or for one layer of each kind."""
         own = {"mocks_data": self.mocks_data, "captures": self.captures}
         words = played_arguments(self.program.arguments, job=job, layout=layout, single_layers=single_layers, **own)
         needed: dict[str, str] = {}

@@ -153,7 +153,7 @@ def test_layers_that_flags_do_not_describe_are_not_built_from_flags(
     slot = bench(tmp_path)
     job = replace(slot.options.job, model=replace(slot.options.job.model, foreign=foreign))
     slot.options = replace(slot.options, job=job)
-    slot.script = SimpleNamespace(for_layers=None, captures=False, notes=lambda _: [])  # type: ignore[assignment]
+    slot.script = SimpleNamespace(prepared=None, captures=False, notes=lambda _: [])  # type: ignore[assignment]
     slot.first_lap()
 
     assert expected == [note.partition("layers were ")[2] for note in slot.notes]

@@ -132,14 +132,9 @@ def differences(job: Job) -> tuple[str, ...]:
 
 
 def rank_config(job: Job, layout: Layout, *, chunks: tuple[int, ...], changes: Mapping[str, Any] | None = None) -> Any:
-    """Make the TransformerConfig of one rank.
+    """Make the TransformerConfig of one rank, for the number of layers of each model chunk, in model order.
 
-    Args:
-        job: the training job.
-        layout: the job's parallel layout.
-        chunks: number of layers of each model chunk, in model order.
-        changes: fields that override the job's flags.
-
+    The fields in `changes` override the job's flags.
     """
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -204,11 +199,7 @@ def _expert_fields(job: Job) -> dict[str, Any]:
 def _uneven_chunks(chunks: tuple[int, ...], depths: int, after: int) -> dict[str, Any]:
     """Return a pipeline layout that names the layers of each chunk; empty if all chunks have equally many layers.
 
-    Args:
-        chunks: number of layers of each chunk.
-        depths: number of depths of multi-token prediction.
-        after: number of chunks behind the chunk with multi-token prediction.
-
+    `depths` of multi-token prediction follow the layers of the chunk that has `after` chunks behind it.
     """
     if len(set(chunks)) == 1 and not after:
         return {}

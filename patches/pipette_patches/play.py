@@ -197,11 +197,8 @@ def played(
 ) -> Iterator[Play]:
     """Run a program as one rank until `on_step` raises `Stop`; its process groups and tensors exist inside the block.
 
-    At the end of the block all process groups, graphs and global variables of Megatron are gone.
-
-    Raises:
-        PlayError: the program ends before `on_step` stops it. Errors of the program are raised unchanged.
-
+    At the end of the block all process groups, graphs and global variables of Megatron are gone. A program that ends
+    before `on_step` stops it raises PlayError. Errors of the program are raised unchanged.
     """
     open_door()
     play = Play(rank=rank, world_size=world_size, on_step=on_step)

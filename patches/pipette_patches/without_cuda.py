@@ -146,11 +146,8 @@ def torch_without_cuda(
 ) -> tuple[Replacement, ...]:
     """Return replacements of torch.cuda and of the functions that make and move tensors.
 
-    Args:
-        target: the device that replaces every CUDA device.
-        properties: result of `get_device_properties` for every device. `major` and `minor` give its compute capability.
-        functions: more functions of `torch.cuda` by name.
-
+    `target` replaces every CUDA device, and `properties` is the result of `get_device_properties`. `functions` are more
+    functions of `torch.cuda` by name.
     """
     stream = answer(Stream())
     return (

@@ -133,16 +133,10 @@ def workload(
 ) -> Iterator[Workload]:
     """Build the parts of a compute case for the block, and free all tensors afterwards.
 
-    `load` must have run, and no process group may exist in this process.
-
-    Args:
-        program: the job's own script; None = the model is built from the job's flags.
-        captures: True if the script captures CUDA graphs of its layers after its first training step.
-
-    Raises:
-        WorkloadError: megatron-core or the script refuses the case. Out-of-memory errors are raised as torch raises
-            them.
-
+    `load` must have run, and no process group may exist in this process. `program` is the job's own script; None = the
+    model is built from the job's flags. `captures` is True if the script captures CUDA graphs of its layers after its
+    first training step. Raise WorkloadError if megatron-core or the script refuses the case. Out-of-memory errors are
+    raised as torch raises them.
     """
     small, layout, notes = one_of_each(job, case, device_kind=device_kind)
     if program is None:

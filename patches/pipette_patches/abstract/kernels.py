@@ -47,13 +47,10 @@ def kernel(
 ) -> Any:
     """Run a fused kernel. autograd records only the kernel's outputs and the tensors that the kernel keeps.
 
-    Args:
-        run: receives `given` and returns the outputs and the tensors that are kept for backward.
-        given: tensors, or objects that have no gradient.
-        backward: receives the kept tensors and the output gradients, and returns one gradient per object in `given`.
-            None makes a new gradient for each tensor that needs a gradient. `backward` must not refer to tensors other
-            than parameters, because such tensors would live as long as the graph.
-
+    `run` receives `given` and returns the outputs and the tensors that are kept for backward. `backward` receives the
+    kept tensors and the output gradients, and returns one gradient per object in `given`. None makes a new gradient for
+    each tensor that needs a gradient. `backward` must not refer to tensors other than parameters, because such tensors
+    would live as long as the graph.
     """
     return _Kernel.apply(run, backward, *given)  # type: ignore[no-untyped-call]
 

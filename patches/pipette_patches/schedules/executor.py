@@ -33,11 +33,8 @@ def runs_in_streams(group: Any) -> bool:
     """Return True if the messages of a pipeline go over NCCL, with one stream for each direction.
 
     In each process group, PyTorch opens a communicator with its own stream for each pair of ranks that exchange
-    unbatched messages (ProcessGroupNCCL.cpp, pointToPoint). A group bound to a device has one stream for all pairs.
-
-    Raises:
-        PatchError: all messages would share one stream, in which a late message delays the others.
-
+    unbatched messages (ProcessGroupNCCL.cpp, pointToPoint). A group bound to a device has one stream for all pairs. In
+    this stream a late message would delay the others, so such a group raises PatchError.
     """
     if "nccl" not in dist.get_backend(group):
         return False
@@ -69,11 +66,7 @@ def open_ways(group: Any, ways: Collection[tuple[int, int]]) -> None:
 class PendingMessages:
     """Posts messages between the ranks of a pipeline, and keeps each tensor until its message was sent or received.
 
-    Args:
-        group: process group of the pipeline.
-        empty: makes the tensor that receives a message.
-        in_streams: True if messages of each direction have their own NCCL stream.
-
+    `empty` makes the tensor that receives a message. With `in_streams`, each direction has its own NCCL stream.
     """
 
     def __init__(self, group: Any, empty: Callable[[], torch.Tensor], *, in_streams: bool) -> None:
@@ -201,12 +194,8 @@ def _add(
 ) -> None:
     """Add the weights' gradient of one layer and micro-batch, as the original backward would.
 
-    Args:
-        product: adds the product of the gradient of the output and the input to a weight's gradient.
-        layer_input: this rank's part of the input under sequence parallelism, otherwise the whole input.
-        grad_output: gradient of the output.
-        gather: process group that holds the other parts of the input; None without sequence parallelism.
-
+    `product` adds the product of `grad_output` and the input to a weight's gradient. `gather` is the process group that
+    holds the other parts of the input; None without sequence parallelism.
     """
     from megatron.core.tensor_parallel.layers import dist_all_gather_func
     from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
@@ -266,18 +255,11 @@ class Call:
 def run(
     call: Call, program: Program, rank_S: tuple[int, ...], schedules: Any, begin: Callable[[str], None]
 ) -> list[Any]:
-    """Run a step and finalize its gradients.
+    """Run a step and finalize its gradients. Return the results of the last stage's forwards, empty on other ranks.
 
-    Args:
-        call: the arguments of Megatron's pipelined function.
-        program: passes and messages of this rank.
-        rank_S: pipeline rank of each stage.
-        schedules: the module megatron.core.pipeline_parallel.schedules.
-        begin: receives the name of each pass before it runs, and an empty string at the end.
-
-    Returns:
-        The results of the last stage's forwards; an empty list on ranks without the last stage.
-
+    `program` has the passes and messages of this rank, `rank_S` has the pipeline rank of each stage, and `schedules` is
+    Megatron's module with the pipelined functions. `begin` receives the name of each pass before it runs, and an empty
+    string at the end.
     """
     config, groups = call.config, call.groups
     is_last = groups.pp.rank() == rank_S[-1]

@@ -153,16 +153,9 @@ _Run = Callable[[list[Any]], list[Any]]
 def _compared(chunks: list[Any], data: list[Any], ours: _Run, megatrons: _Run) -> tuple[list[Any], str]:
     """Run a step under our schedule and under Megatron's own, from the same state.
 
-    Args:
-        chunks: the model, in Megatron's `DistributedDataParallel`.
-        data: an iterator for each chunk, or None on ranks that get their data from other ranks.
-        ours: runs the step under our schedule.
-        megatrons: runs the step under Megatron's own schedule.
-
-    Returns:
-        The results, and an empty string if the figures of all ranks agree. Otherwise Megatron's schedule runs
-        once more, and its results come with the first difference. The gradients belong to the returned results.
-
+    `data` has an iterator for each chunk, or None on ranks that get their data from other ranks. Return the results,
+    and an empty string if the figures of all ranks agree. Otherwise Megatron's schedule runs once more, and its results
+    come with the first difference. The gradients belong to the returned results.
     """
     from megatron.core.tensor_parallel.random import _get_all_rng_states, _set_all_rng_states
 
@@ -322,9 +315,7 @@ def _check_shapes(known: Schedule, call: executor.Call, arguments: Mapping[str, 
 def _folded(known: Schedule, call: executor.Call, rank: int, attribute: Callable[..., Any]) -> executor.Call:
     """Add the weights of embedding and head to the call if this rank ties these weights.
 
-    Raises:
-        PatchError: the script did not put the embedding and the head of the model on the first rank.
-
+    Raise PatchError if the script did not put the embedding and the head of the model on the first rank.
     """
     first, last = call.model[0], call.model[-1]
     if [bool(attribute(chunk, "post_process")) for chunk in call.model] != [False, rank == 0]:

@@ -155,11 +155,8 @@ def carry(results: Any, group: Any, source: int) -> Any:
     and restore it on this device (torch/serialization.py, `_deserialize`), which inside a host is the sender's GPU.
     Only the last rank waits for its device, because it needs the number of bytes before it can receive them.
 
-    Args:
-        results: objects that pickle accepts, with tensors at any depth; only the source reads it.
-        group: process group of the pipeline.
-        source: pipeline rank that has the results.
-
+    Only the rank `source` of the pipeline's `group` reads `results`: objects that pickle accepts, with tensors at any
+    depth.
     """
     device = torch.cuda.current_device()
     peers, rank, last = dist.get_process_group_ranks(group), group.rank(), group.size() - 1

@@ -72,17 +72,8 @@ def execute(
 ) -> tuple[ExecutedMemory, ...]:
     """Count the bytes of one rank of each named pipeline rank, by executing megatron-core abstractly.
 
-    Args:
-        job: the training job.
-        layout: any layout of the job.
-        pp_ranks: pipeline ranks.
-        cache: folder for answers; None = no cache.
-        ask: sends a request to a worker, and returns the worker's answer.
-
-    Raises:
-        PlanError: megatron-core refuses the layout or does not end, or a part of it is not modelled; the message gives
-            the reason.
-
+    `cache` is a folder for answers; None = no cache. `ask` sends a request to a worker and returns the worker's answer.
+    If megatron-core refuses the layout or does not end, or a part of it is not modelled, the PlanError has the reason.
     """
     if sharding_of(job):
         # Abstract execution cannot run Megatron-FSDP, which needs a process group with all ranks and frees storage of

@@ -133,9 +133,9 @@ def _measure(book: Notebook, reads: MemoryMeter, index: int, case: Case, job: Jo
     lockstep = Lockstep(store=HashStore(), rank=0, world_size=1, timeout_s=60.0)
     budget = Budget(started_s=0.0, budget_s=1.0, clock=lambda: 0.0)
     bench.measure([StageCase(layout=case.layout, pp_rank=case.pp_rank)], lockstep, budget)
-    if not bench.readings:
-        raise PipetteError("; ".join(bench.notes))
-    (reading,) = bench.readings
+    if not bench.found.stages:
+        raise PipetteError("; ".join(bench.found.notes))
+    (reading,) = bench.found.stages
     book.add(
         "rank",
         case=index,
@@ -149,7 +149,7 @@ def _measure(book: Notebook, reads: MemoryMeter, index: int, case: Case, job: Jo
         outside_bytes=reads.overhead_bytes(),
         workspace_bytes=reads.workspace_bytes(),
         ran_out=reading.ran_out,
-        notes=list(bench.notes),
+        notes=list(bench.found.notes),
     )
 
 

@@ -135,11 +135,11 @@ def run(book: Notebook, reads: MemoryMeter, case: Case, script: Path) -> None:
     steps_s = [one.step_time_s for one in real.iterations]
     measured_s = statistics.median(steps_s[len(steps_s) // 2 :])
     memory = [found for line in real.out.splitlines() if (found := megatron.parse_memory(line))]
-    (reading,) = stages.readings
+    (reading,) = stages.found.stages
     book.add(
         "case",
         name=case.name,
-        parts={time.part: sum_s(time) for time in bench.times},
+        parts={time.part: sum_s(time) for time in bench.found.compute},
         stage_s=stage_s(reading, job),
         said_s=step_s,
         measured_s=measured_s,
@@ -147,7 +147,7 @@ def run(book: Notebook, reads: MemoryMeter, case: Case, script: Path) -> None:
         measured_bytes=memory[-1].max_allocated_bytes if memory else 0,
         said_device_bytes=reading.device_peak_bytes,
         measured_device_bytes=real.most_bytes,
-        notes=[*bench.notes, *stages.notes],
+        notes=[*bench.found.notes, *stages.found.notes],
     )
     judge(book, book.records[-1])
 
@@ -203,8 +203,8 @@ def play(
     bench.measure(lockstep, budget)
     stages = StageBench(options=options, slot=0, meter=reads, script=bench.script, workspace_bytes=workspace_bytes)
     stages.measure([StageCase(layout=job.own, pp_rank=0)], lockstep, budget.with_room(0.0, 1.0))
-    if not bench.times or not stages.readings:
-        raise PipetteError("; ".join((*bench.notes, *stages.notes)))
+    if not bench.found.compute or not stages.found.stages:
+        raise PipetteError("; ".join((*bench.found.notes, *stages.found.notes)))
     return bench, stages
 
 
@@ -215,12 +215,14 @@ def sum_s(time: object) -> float:
 
 def parts_s(bench: LayerBench, job: Job) -> float:
     """Return the seconds of a step: all micro-batches through all layers and both ends, and the optimizer."""
-    times = {time.part: bench.stretch * sum_s(time) for time in bench.times}
+    times = {time.part: bench.found.stretch * sum_s(time) for time in bench.found.compute}
     batches = job.own.num_microbatches(job.batch.global_batch_size)
     passes_s = sum(times[kind] for kind in job.model.layer_kinds) + times["embedding"] + times["head"]
     count = stage_parameters(job.model, job.own)[0].count
-    optimizer_s = count * ((bench.optimizer_s_per_parameter or 0.0) + 4 * (bench.gradient_s_per_byte or 0.0))
-    return batches * passes_s + bench.stretch * optimizer_s
+    optimizer_s = count * (
+        (bench.found.optimizer_s_per_parameter or 0.0) + 4 * (bench.found.gradient_s_per_byte or 0.0)
+    )
+    return batches * passes_s + bench.found.stretch * optimizer_s
 
 
 def stage_s(reading: StageReading, job: Job) -> float:

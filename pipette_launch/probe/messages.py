@@ -222,6 +222,10 @@ class WorkerResult:
     phase_s: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    def plus(self, **found: object) -> WorkerResult:
+        """Return this result with more measurements of the same worker."""
+        return joined(self, WorkerResult(slot=self.slot, **found))  # type: ignore[arg-type]
+
 
 def joined(before: WorkerResult, after: WorkerResult) -> WorkerResult:
     """Join two results of one worker: tuples and dicts are joined, and for single values the later value counts."""

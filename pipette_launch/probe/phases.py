@@ -43,12 +43,10 @@ from pipette_launch.facts import (
 from pipette_launch.facts.health import Verdict
 from pipette_launch.facts.measurements import LAYERS, UNSTABLE_SPREAD, CollectiveKind, Coverage, layers_digest
 from pipette_launch.facts.messages import Advice, Dimension, MeasuringQuestion, StageCase
-from pipette_launch.probe.compute import benches
-from pipette_launch.probe.compute.own_script import OwnScript
+from pipette_launch.probe.compute.benches import LayerBench, StageBench
 from pipette_launch.probe.compute.slot_speeds import Speeds, factors, on_the_wall, speeds
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.verdicts import device_verdicts, faults_first, judge, link_verdicts
-from pipette_launch.probe.instruments import MemoryMeter
 from pipette_launch.probe.links import collectives, pairs
 from pipette_launch.probe.links.fits import EarlierLinks, FoundLinks, LinkBook, found_links, group_times, host_fits
 from pipette_launch.probe.links.selection import (
@@ -86,16 +84,12 @@ MAX_NAMED = 5  # Most slots that a note names; further slots are only counted
 class Phases:
     """Runs the phases of one warm-up worker, and keeps its measurements (on rank 0, of all workers)."""
 
-    options: WarmupOrder
+    layers: LayerBench
+    """Bench of this slot, after its untimed first run."""
     lockstep: Lockstep
     budget: Budget
-    meter: MemoryMeter
     workspace_bytes: int
     """Bytes that libraries keep as workspaces in torch's allocator after the untimed first run."""
-    script: OwnScript | None = None
-    """The job's own script; None = measure models that are built from the job's flags."""
-    notes: tuple[str, ...] = ()
-    """Notes that were made before the first phase, for the user."""
     _mine: WorkerResult = field(init=False)
     """Measurements since this worker last sent results to rank 0; fields with a single value are kept after sending."""
     _gathered: list[WorkerResult] = field(default_factory=list, init=False)
@@ -107,41 +101,30 @@ class Phases:
 
     def __post_init__(self) -> None:
         self.rank, self.progress = self.lockstep.rank, self.lockstep.progress
-        self._mine = WorkerResult(slot=self.rank, notes=self.notes)
+        self.options, self.meter, self.script = self.layers.options, self.layers.meter, self.layers.script
+        self._mine = WorkerResult(slot=self.rank)
 
     def alone(self) -> None:
         """Measure layers and their memory, without peers, under a fake communicator."""
         with self.progress.during("compute"):
-            bench = benches.LayerBench(options=self.options, slot=self.rank, meter=self.meter, script=self.script)
-            bench.measure(self.lockstep, self.budget)
-            self._count(bench)
+            self.layers.measure(self.lockstep, self.budget)
+            self._count()
         # Read the memory overhead before any communicator exists.
         alone_bytes = self.meter.overhead_bytes()
-        self._add(
-            compute=tuple(bench.times),
+        self._mine = self.layers.found.plus(
             timed_flags=self.script.timed_flags(self.options.job) if self.script else (),
-            refused=tuple(bench.refused),
-            stretch=bench.stretch,
-            paces=tuple(bench.paces),
-            under_load=bench.under_load,
-            memory=tuple(bench.memory),
             overhead=DeviceOverhead(
                 alone_bytes=alone_bytes,
                 together_bytes=alone_bytes,
                 num_communicators=0,
                 workspace_bytes=self.workspace_bytes or self.meter.workspace_bytes(),
             ),
-            optimizer_s_per_parameter=bench.optimizer_s_per_parameter,
-            gradient_s_per_byte=bench.gradient_s_per_byte,
-            wake_s=bench.wake_s,
-            loading=bench.loading,
-            notes=tuple(bench.notes),
         )
 
-    def _count(self, bench: benches.LayerBench) -> None:
+    def _count(self) -> None:
         """Report how many of the wanted cases all slots together have timed."""
-        cases = self.options.cases
-        mine = (cases.index(one.case) for one in bench.times), map(cases.index, bench.refused)
+        cases, found = self.options.cases, self.layers.found
+        mine = (cases.index(one.case) for one in found.compute), map(cases.index, found.refused)
         texts = self.lockstep.gather("/".join(" ".join(map(str, numbers)) for numbers in mine), self.budget.left_s())
         if texts is not None:
             columns = zip(*(text.split("/") for text in texts), strict=True)
@@ -163,7 +146,7 @@ class Phases:
         # Read memory while the communicators are open, because communicators take most of the device memory outside the
         # allocator.
         assert self._mine.overhead is not None
-        self._add(
+        self._mine = self._mine.plus(
             overhead=replace(
                 self._mine.overhead,
                 together_bytes=self.meter.overhead_bytes(),
@@ -192,7 +175,7 @@ class Phases:
         assert self._mine.overhead is not None
         kept_bytes = self._mine.overhead.workspace_bytes
         with self.progress.during("stages"):
-            bench = benches.StageBench(
+            bench = StageBench(
                 options=self.options,
                 slot=self.rank,
                 meter=self.meter,
@@ -200,11 +183,11 @@ class Phases:
                 workspace_bytes=kept_bytes,
             )
             bench.measure(self._stages, self.lockstep, self.budget)
-        self._add(stages=tuple(bench.readings), notes=tuple(bench.notes))
+        self._mine = joined(self._mine, bench.found)
 
     def report(self) -> Measurements | None:
         """Send all results to rank 0, which joins and returns the results; other ranks return None and may exit."""
-        self._add(phase_s=self.progress.phase_s)
+        self._mine = self._mine.plus(phase_s=self.progress.phase_s)
         self._send()
         return self._measurements() if self.rank == 0 else None
 
@@ -279,9 +262,9 @@ class Phases:
             decide,
             patience_s=ADVICE_PATIENCE_S,
         )
-        self._add(links=sent)
+        self._mine = self._mine.plus(links=sent)
         if found is not None and found.passes:
-            self._add(link_rounds=(found.rounds,), notes=(found.words(),))
+            self._mine = self._mine.plus(link_rounds=(found.rounds,), notes=(found.words(),))
         return answers[-1] if answers else None, found
 
     def _for_links(self) -> Budget:
@@ -301,7 +284,7 @@ class Phases:
     def _shared(self, advice: Advice | None) -> Advice:
         """Send rank 0's advice to all ranks."""
         if advice is not None and advice.words:
-            self._add(notes=(f"search: {advice.words}",))
+            self._mine = self._mine.plus(notes=(f"search: {advice.words}",))
         # A collective has a short deadline, and rank 0 may have waited for the adviser.
         self.lockstep.barrier(ADVICE_PATIENCE_S)
         # Send the advice by a collective, because through the store thousands of ranks would each read groups of
@@ -309,9 +292,6 @@ class Phases:
         texts = [files.dumps(advice or Advice()) if self.rank == 0 else None]
         dist.broadcast_object_list(texts, src=0, device=torch.device(self.options.device_kind))
         return files.loads(Advice, str(texts[0]), "rank 0's advice")
-
-    def _add(self, **found: object) -> None:
-        self._mine = joined(self._mine, WorkerResult(slot=self.rank, **found))  # type: ignore[arg-type]
 
     def _send(self) -> None:
         """Send to rank 0 the measurements made since this worker last sent results."""

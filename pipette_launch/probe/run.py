@@ -85,17 +85,15 @@ def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_
     bench = LayerBench(options=options, slot=place.rank, meter=meter, script=OwnScript.of(options))
     workspace_bytes = bench.first_lap()
     lockstep = _met(options, place, progress, started_s)
-    plays = lockstep.agree(lambda: bench.script is not None)
+    if not lockstep.agree(lambda: bench.script is not None):
+        bench.script = None
     now_s = time.perf_counter()
     progress.phase_s[START] = now_s - started_s
     phases = Phases(
-        options=options,
+        layers=bench,
         lockstep=lockstep,
         budget=Budget(started_s=now_s, budget_s=options.budget_s, clock=time.perf_counter),
-        meter=meter,
         workspace_bytes=workspace_bytes,
-        script=bench.script if plays else None,
-        notes=tuple(bench.notes),
     )
     phases.alone()
     # The barrier comes first, because the deadline of a connection does not allow for the compute phases of other

@@ -137,13 +137,13 @@ def stages() -> dict[str, Any]:
 
     (abstract,) = execute(options.job, small, (0,))
     return {
-        "ran_out": [one.ran_out for one in bench.readings],
-        "allocated": [one.allocator_peak_bytes for one in bench.readings],
-        "reserved": [one.reserved_peak_bytes for one in bench.readings],
-        "device": [one.device_peak_bytes for one in bench.readings],
+        "ran_out": [one.ran_out for one in bench.found.stages],
+        "allocated": [one.allocator_peak_bytes for one in bench.found.stages],
+        "reserved": [one.reserved_peak_bytes for one in bench.found.stages],
+        "device": [one.device_peak_bytes for one in bench.found.stages],
         "abstract": abstract.peak,
         "workspaces": meter.workspace_bytes(),
-        "notes": bench.notes,
+        "notes": bench.found.notes,
     }
 
 

@@ -20,7 +20,6 @@ from pipette_launch.facts import (
     ComputeCase,
     ComputeTime,
     Job,
-    LoadingTime,
     MemoryReading,
     Samples,
     StageReading,
@@ -39,10 +38,10 @@ from pipette_launch.probe.compute.timing import (
     time_part,
     time_wake,
 )
-from pipette_launch.probe.health.nvml import LoadReading, read_under_load
+from pipette_launch.probe.health.nvml import read_under_load
 from pipette_launch.probe.instruments import MemoryMeter, stopwatch_for
 from pipette_launch.probe.lockstep import Budget, Lockstep
-from pipette_launch.probe.messages import Pace, WarmupOrder
+from pipette_launch.probe.messages import WarmupOrder, WorkerResult
 from pipette_launch.text import MIB, bytes_text
 from pipette_patches import whole_stage
 from pipette_patches import workload as patches_workload
@@ -86,7 +85,7 @@ def weight_bytes(job: Job, case: ComputeCase) -> int:
 
 @dataclass(kw_only=True)
 class Bench:
-    """Measurements of one slot, case by case, and notes about failed cases."""
+    """Measures one slot, case by case, and notes failed cases."""
 
     PHASE: ClassVar[str]
 
@@ -95,12 +94,25 @@ class Bench:
     meter: MemoryMeter
     script: OwnScript | None = None
     """The job's own script, which builds the models; None = the models are built from the job's flags."""
-    notes: list[str] = field(default_factory=list)
+    found: WorkerResult = field(init=False)
+    """Measurements and notes of this slot so far."""
 
-    def _program(self, **options: bool) -> dict[str, Any]:
-        """Return arguments that let the job's own script build a model; empty = models are built from the flags."""
+    def __post_init__(self) -> None:
+        self.found = WorkerResult(slot=self.slot)
+
+    def add(self, **found: object) -> None:
+        """Add measurements of this slot, by the names of `WorkerResult`."""
+        self.found = self.found.plus(**found)
+
+    def note(self, words: object) -> None:
+        """Add a note of this phase."""
+        self.add(notes=(f"{self.PHASE}: {words}",))
+
+    def _program(self, *, single_layers: bool) -> dict[str, Any]:
+        """Return arguments that let the job's own script build a model, or the job's flags if it has no script."""
         script = self.script
-        return {"program": partial(script.prepared, **options), "captures": script.captures} if script else {}
+        program = partial(script.prepared, single_layers=single_layers) if script else None
+        return {"program": program, "captures": script is not None and script.captures}
 
     def check_free_memory(self, words: str, needed_bytes: int, purpose: str = "") -> None:
         """Raise WorkloadError if a case cannot fit into memory, because on a CPU the kernel would kill a process."""
@@ -113,7 +125,7 @@ class Bench:
 
     def note_out_of_memory(self, words: str) -> None:
         """Add a note that a case ran out of memory on this slot."""
-        self.notes.append(f"{self.PHASE}: {words} ran out of memory on slot {self.options.slot_name(self.slot)}")
+        self.note(f"{words} ran out of memory on slot {self.options.slot_name(self.slot)}")
 
     @contextmanager
     def noting(self, words: str, fail: Callable[[], object] = lambda: None) -> Iterator[None]:
@@ -121,7 +133,7 @@ class Bench:
         try:
             yield
         except WorkloadError as error:
-            self.notes.append(f"{self.PHASE}: {error}")
+            self.note(error)
             fail()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -140,7 +152,7 @@ def case_rounds(cases: tuple[ComputeCase, ...], slot: int, num_slots: int) -> tu
     return (cases[0], *(others[(turn * num_slots + slot) % len(others)] for turn in range(rounds)))
 
 
-def joined_times(times: Sequence[ComputeTime]) -> list[ComputeTime]:
+def joined_times(times: Sequence[ComputeTime]) -> tuple[ComputeTime, ...]:
     """Join the times of the same part and case from several sweeps, in the order of the first sweep."""
     found: dict[tuple[ComputeCase, str], ComputeTime] = {}
     for time in times:
@@ -150,7 +162,7 @@ def joined_times(times: Sequence[ComputeTime]) -> list[ComputeTime]:
             both = {name: [one for one in (getattr(before, name), getattr(time, name)) if one] for name in names}
             time = replace(before, **{name: reduce(Samples.joined, each) for name, each in both.items()})  # noqa: PLW2901
         found[time.case, time.part] = time
-    return [*found.values()]
+    return tuple(found.values())
 
 
 def mean_time(shares: Sequence[ComputeTime]) -> ComputeTime:
@@ -193,18 +205,8 @@ class LayerBench(Bench):
 
     PHASE = "compute"
 
-    times: list[ComputeTime] = field(default_factory=list)
-    memory: list[MemoryReading] = field(default_factory=list)
-    refused: list[ComputeCase] = field(default_factory=list)
-    paces: list[Pace] = field(default_factory=list)
-    under_load: LoadReading | None = None
-    optimizer_s_per_parameter: float | None = None
-    gradient_s_per_byte: float | None = None
-    wake_s: float | None = None
-    loading: LoadingTime | None = None
-    stretch: float = 1.0
-
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._habits = HABITS[self.options.device_kind]
         self._stopwatch = stopwatch_for(self.options.device_kind)
 
@@ -229,10 +231,10 @@ class LayerBench(Bench):
                     break
                 reason = " ".join(str(error).split()) or type(error).__name__
                 how = "timed without CUDA graphs" if self.script.captures else "built from the job's flags"
-                self.notes.append(f"{self.PHASE}: layers were {how}, because {reason}")
+                self.note(f"layers were {how}, because {reason}")
                 self.script = replace(self.script, captures=False) if self.script.captures else None
         if self.script is not None:
-            self.notes += self.script.notes(self.options.job)
+            self.add(notes=self.script.notes(self.options.job))
         else:
             with suppress(WorkloadError, RuntimeError, MemoryError):
                 self._build_and_run()
@@ -271,8 +273,7 @@ class LayerBench(Bench):
             lockstep.progress.step(index, len(mine), case_words(case))
             case_untimed_s, case_timed_s = self._round(case, lockstep, budget)
             untimed_s, longest_s = min(untimed_s, case_untimed_s), max(longest_s, case_timed_s)
-        self.times = joined_times(self.times)
-        self.stretch = self._stopwatch.stretch()
+        self.found = replace(self.found, compute=joined_times(self.found.compute), stretch=self._stopwatch.stretch())
 
     def _round(self, case: ComputeCase, lockstep: Lockstep, budget: Budget) -> tuple[float, float]:
         """Build a case and time it; returns the seconds before and after the first timing begins.
@@ -299,9 +300,9 @@ class LayerBench(Bench):
 
     def _ready(self, case: ComputeCase, stack: ExitStack) -> Workload | None:
         """Build the layers of a case and run each part once; returns None if the case fails here or failed before."""
-        if case in self.refused:
+        if case in self.found.refused:
             return None
-        with self.noting(case_words(case), partial(self.refused.append, case)):
+        with self.noting(case_words(case), partial(self.add, refused=(case,))):
             work = self._build(case, stack)
             _untimed_lap(work)
             self._stopwatch.settle()
@@ -318,17 +319,17 @@ class LayerBench(Bench):
         """Measure the overheads of a CPU stage: running with cold caches after a wait, and loading micro-batches."""
         job, wakes = self.options.job, self.options.num_slots > 1
         loads = loads_as_megatron_lm(job)
-        if self.options.device_kind == "cuda" or not self.times or not (wakes or loads):
+        if self.options.device_kind == "cuda" or not self.found.compute or not (wakes or loads):
             return
         words = case_words(case)
         script = self._program(single_layers=True)
-        with self.noting(f"a short layer of {words}"), short_layer(job, case, script.get("program")) as layer:
+        with self.noting(f"a short layer of {words}"), short_layer(job, case, script["program"]) as layer:
             if wakes:
                 with self.noting(f"a layer of {words} after a wait"):
-                    self.wake_s = time_wake(layer, self._stopwatch)
+                    self.add(wake_s=time_wake(layer, self._stopwatch))
             if loads:
                 with self.noting(f"the loading of micro-batches of {words}"):
-                    self.loading = loading_time(job, layer, case.micro_batch_size)
+                    self.add(loading=loading_time(job, layer, case.micro_batch_size))
 
     def _reference(self, work: Workload | None, lockstep: Lockstep, budget: Budget) -> None:
         """Measure the reference case: the slot's speed, the parts, the speed of slow slots again, and the optimizer."""
@@ -341,7 +342,7 @@ class LayerBench(Bench):
             # Up to this point all slots timed the same case. In later cases some slots finish before others.
             self._stopwatch.keep_share()
         test.again(lap, lockstep, left_s)
-        self.paces += test.paces
+        self.add(paces=tuple(test.paces))
         if work is None:
             return
         with self.noting(case_words(case)):
@@ -354,8 +355,10 @@ class LayerBench(Bench):
             )
             # The distributed optimizer divides the elements among its ranks, but each rank still visits the gradients
             # of all tensors.
-            self.gradient_s_per_byte = min(few_s, whole_s) / step.gradient_bytes
-            self.optimizer_s_per_parameter = max(whole_s - few_s, 0.0) / step.num_parameters
+            self.add(
+                gradient_s_per_byte=min(few_s, whole_s) / step.gradient_bytes,
+                optimizer_s_per_parameter=max(whole_s - few_s, 0.0) / step.num_parameters,
+            )
 
     def _lap(self, work: Workload) -> None:
         _run_layers(work)
@@ -373,26 +376,26 @@ class LayerBench(Bench):
         while work is not None and budget.clock() < ends_s:
             self._lap(work)
         if work is not None:
-            self.under_load = read_under_load(self.options.device(self.slot).uuid, partial(_run_layers, work))
+            self.add(under_load=read_under_load(self.options.device(self.slot).uuid, partial(_run_layers, work)))
             self._stopwatch.settle()
 
     def _run(self, work: Workload, case: ComputeCase, lockstep: Lockstep, *, again: bool) -> bool:
         """Time all parts of a case, then read the peak memory of a layer; returns True if no part failed."""
-        self.notes += work.notes
-        with self.noting(case_words(case), partial(self.refused.append, case)):
+        self.add(notes=work.notes)
+        with self.noting(case_words(case), partial(self.add, refused=(case,))):
             for name, parts in groupby(work.parts, key=attrgetter("name")):
                 haste = (1.0 if case == self.options.cases[0] else HASTE) * (1.0 if name in LAYERS else HASTE)
                 habits = self._habits.hastier(haste) if haste > 1 else self._habits
                 timed = partial(time_part, slot=self.slot, stopwatch=self._stopwatch, habits=habits, again=again)
-                self.times.append(mean_time([timed(part, case).times(part.share) for part in parts]))
-            if any(reading.case == case for reading in self.memory):
+                self.add(compute=(mean_time([timed(part, case).times(part.share) for part in parts]),))
+            if any(reading.case == case for reading in self.found.memory):
                 return True
             # Prefer the MoE layer, because an MoE layer holds more memory than a dense layer.
             layer = [part for part in work.parts if part.name in LAYERS][-1]
             with lockstep.progress.during("memory"), layer.accumulating():
                 peak = self.meter.peak(lambda: layer.backward(layer.forward(1)))
             read = {"allocator_peak_bytes": peak.allocator_bytes, "device_peak_bytes": peak.device_bytes}
-            self.memory.append(MemoryReading(case=case, slot=self.slot, **read))
+            self.add(memory=(MemoryReading(case=case, slot=self.slot, **read),))
             return True
         return False  # type: ignore[unreachable]
 
@@ -414,7 +417,6 @@ class StageBench(Bench):
 
     workspace_bytes: int
     """Bytes that libraries keep as workspaces in torch's allocator after the untimed first run, as in training."""
-    readings: list[StageReading] = field(default_factory=list)
 
     def measure(self, cases: Sequence[StageCase], lockstep: Lockstep, budget: Budget) -> None:
         """Measure this slot's stages until rank 0 decides that the time budget is spent; every rank calls this.
@@ -432,7 +434,7 @@ class StageBench(Bench):
             if not lockstep.agree(goes_on):
                 left = len(cases) - turn * self.options.num_slots
                 if self.slot == 0:
-                    self.notes.append(f"stages: {left} of {len(cases)} were not measured, because the budget was spent")
+                    self.note(f"{left} of {len(cases)} were not measured, because the budget was spent")
                 return
             before_s = budget.clock()
             turns = -(-len(cases) // self.options.num_slots)
@@ -459,30 +461,29 @@ class StageBench(Bench):
             kept_bytes = min(peak.idle_bytes, self.workspace_bytes)
             left_bytes = peak.idle_bytes - kept_bytes
             if left_bytes > LEFT_BYTES:
-                self.notes.append(
-                    f"stages: {words} ran beside {bytes_text(left_bytes)} that earlier layers left on slot "
+                self.note(
+                    f"{words} ran beside {bytes_text(left_bytes)} that earlier layers left on slot "
                     f"{self.options.slot_name(self.slot)}; its peak does not include them"
                 )
             if runs:
-                self.notes += runs[0].notes
+                self.add(notes=runs[0].notes)
             elif on_cpu:
                 raise failures[0]
             else:
                 self.note_out_of_memory(words)
-            self.readings.append(
-                StageReading(
-                    job_digest=memory_digest(self.options.job),
-                    layout=case.layout,
-                    pp_rank=case.pp_rank,
-                    slot=self.slot,
-                    allocator_peak_bytes=runs[0].tally_bytes if on_cpu else peak.allocator_bytes + kept_bytes,
-                    reserved_peak_bytes=max(peak.reserved_bytes - left_bytes, 0),
-                    device_peak_bytes=peak.device_bytes,
-                    ran_out=not runs,
-                    allocator_config=self.options.job.allocator_config,
-                    **(runs[0].times if runs else {}),
-                )
+            reading = StageReading(
+                job_digest=memory_digest(self.options.job),
+                layout=case.layout,
+                pp_rank=case.pp_rank,
+                slot=self.slot,
+                allocator_peak_bytes=runs[0].tally_bytes if on_cpu else peak.allocator_bytes + kept_bytes,
+                reserved_peak_bytes=max(peak.reserved_bytes - left_bytes, 0),
+                device_peak_bytes=peak.device_bytes,
+                ran_out=not runs,
+                allocator_config=self.options.job.allocator_config,
+                **(runs[0].times if runs else {}),
             )
+            self.add(stages=(reading,))
 
     def _run(self, case: StageCase, runs: list[StageRun], failures: list[BaseException]) -> None:
         """Run a stage; an out-of-memory error is stored in `failures`, so that the meter still reads the peak."""
@@ -490,7 +491,7 @@ class StageBench(Bench):
         try:
             run = partial(whole_stage.run_stage, job, case.layout, case.pp_rank, device_kind=kind)
             wait_s = WAIT_S if kind == "cpu" else 0.0
-            runs.append(run(stopwatch=stopwatch_for(kind), wait_s=wait_s, **self._program()))
+            runs.append(run(stopwatch=stopwatch_for(kind), wait_s=wait_s, **self._program(single_layers=False)))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

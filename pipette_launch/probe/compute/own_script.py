@@ -50,12 +50,12 @@ class OwnScript:
         timed = (*PRECISION, *(GRAPHS if self.captures else ()))
         return tuple(flag for flag in job.performance_flags if flag.startswith(timed))
 
-    def notes(self, job: Job) -> list[str]:
+    def notes(self, job: Job) -> tuple[str, ...]:
         """Return a sentence on routing if the script's routers choose experts at random while they are measured."""
         note = f"compute: every expert got about as many tokens while it was measured ({FORCED_BALANCE})"
-        return [note] if self.mocks_data and forces_balance(job) else []
+        return (note,) if self.mocks_data and forces_balance(job) else ()
 
-    def prepared(self, job: Job, layout: Layout, *, single_layers: bool = False) -> Callable[[], None]:
+    def prepared(self, job: Job, layout: Layout, *, single_layers: bool) -> Callable[[], None]:
         """Return a function that runs the script for the whole model, or for one layer of each kind."""
         own = {"mocks_data": self.mocks_data, "captures": self.captures}
         words = played_arguments(self.program.arguments, job=job, layout=layout, single_layers=single_layers, **own)

@@ -136,9 +136,9 @@ def test_a_case_that_cannot_be_had_is_noted_and_passed_over(
     slot = bench(tmp_path)
     measure(slot)
 
-    assert [CASES[1]] == [timed.case for timed in slot.times]
-    assert [CASES[1]] == [reading.case for reading in slot.memory]
-    assert [True] == [line.startswith(note) for line in slot.notes]
+    assert [CASES[1]] == [timed.case for timed in slot.found.compute]
+    assert [CASES[1]] == [reading.case for reading in slot.found.memory]
+    assert [True] == [line.startswith(note) for line in slot.found.notes]
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ def test_layers_that_flags_do_not_describe_are_not_built_from_flags(
     slot = bench(tmp_path)
     job = replace(slot.options.job, model=replace(slot.options.job.model, foreign=foreign))
     slot.options = replace(slot.options, job=job)
-    slot.script = SimpleNamespace(prepared=None, captures=False, notes=lambda _: [])  # type: ignore[assignment]
+    slot.script = SimpleNamespace(prepared=bool, captures=False, notes=lambda _: ())  # type: ignore[assignment]
     slot.first_lap()
 
-    assert expected == [note.partition("layers were ")[2] for note in slot.notes]
+    assert expected == [note.partition("layers were ")[2] for note in slot.found.notes]
 
 
 @pytest.mark.parametrize("failures", [1, 2])
@@ -176,7 +176,7 @@ def test_a_script_first_loses_its_graphs_and_then_its_layers(
     slot.first_lap()
 
     notes = ["timed without CUDA graphs", "built from the job's flags"][:failures]
-    assert [f"compute: layers were {how}, because no graph" for how in notes] == slot.notes
+    assert [f"compute: layers were {how}, because no graph" for how in notes] == list(slot.found.notes)
     assert ("--cuda-graph-impl local", "--fp8-format hybrid") == before
     assert (slot.script and slot.script.timed_flags(job)) == (("--fp8-format hybrid",) if failures == 1 else None)
 
@@ -188,7 +188,7 @@ def test_a_spent_budget_leaves_the_reference(tmp_path: Path, monkeypatch: pytest
     slot = bench(tmp_path)
     measure(slot, now_s=99.0)
 
-    assert [CASES[0]] == [timed.case for timed in slot.times]
+    assert [CASES[0]] == [timed.case for timed in slot.found.compute]
 
 
 def test_cases_are_gone_through_again_while_time_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,8 +202,12 @@ def test_cases_are_gone_through_again_while_time_is_left(tmp_path: Path, monkeyp
         monkeypatch.setattr(benches, "SWEEPS", {"cpu": sweeps})
         slot = bench(tmp_path)
         measure(slot)
-        assert list(CASES[:2]) == [timed.case for timed in slot.times] == [reading.case for reading in slot.memory]
-        counts[sweeps] = [len(timed.forward.values_s) for timed in slot.times]
+        assert (
+            list(CASES[:2])
+            == [timed.case for timed in slot.found.compute]
+            == [reading.case for reading in slot.found.memory]
+        )
+        counts[sweeps] = [len(timed.forward.values_s) for timed in slot.found.compute]
 
     (reference, once), (again, thrice) = counts[1], counts[3]
     assert (reference, 3 * once) == (again, thrice)
@@ -215,8 +219,8 @@ def test_a_case_that_was_refused_is_not_tried_again(tmp_path: Path, monkeypatch:
     slot = bench(tmp_path)
     measure(slot)
 
-    assert list(CASES[:2]) == slot.refused
-    assert ([], 2) == (slot.times, len(slot.notes))
+    assert CASES[:2] == slot.found.refused
+    assert ((), 2) == (slot.found.compute, len(slot.found.notes))
 
 
 def test_an_optimizer_that_is_not_known_refuses_no_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,9 +234,9 @@ def test_an_optimizer_that_is_not_known_refuses_no_case(tmp_path: Path, monkeypa
     slot = bench(tmp_path)
     measure(slot)
 
-    assert [] == slot.refused
-    assert ["compute: the step of 'muon' is not measured"] == slot.notes
-    assert list(CASES[:2]) == [timed.case for timed in slot.times]
+    assert () == slot.found.refused
+    assert ("compute: the step of 'muon' is not measured",) == slot.found.notes
+    assert list(CASES[:2]) == [timed.case for timed in slot.found.compute]
 
 
 @pytest.mark.parametrize(("now_s", "expected"), [(0.0, [True, True]), (4.0, [True, False])])
@@ -245,7 +249,7 @@ def test_recompute_is_timed_while_there_is_time(
     slot = bench(tmp_path)
     measure(slot, now_s=now_s)
 
-    assert expected == [timed.recompute is not None for timed in slot.times]
+    assert expected == [timed.recompute is not None for timed in slot.found.compute]
 
 
 def test_the_pace_of_the_reference_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +260,7 @@ def test_the_pace_of_the_reference_is_told(tmp_path: Path, monkeypatch: pytest.M
     measure(refused)
     measure(usual)
 
-    assert [[], [0]] == [[pace.turn for pace in slot.paces] for slot in (refused, usual)]
+    assert [[], [0]] == [[pace.turn for pace in slot.found.paces] for slot in (refused, usual)]
 
 
 def compute_nothing() -> OptimizerStep:
@@ -274,7 +278,7 @@ def test_what_the_optimizer_does_for_each_tensor_is_told_apart(tmp_path: Path, m
     slot = bench(tmp_path)
     measure(slot)
 
-    assert (0.2, 0.025) == (slot.optimizer_s_per_parameter, slot.gradient_s_per_byte)
+    assert (0.2, 0.025) == (slot.found.optimizer_s_per_parameter, slot.found.gradient_s_per_byte)
 
 
 def nothing() -> None:
@@ -296,8 +300,8 @@ def test_a_layer_larger_than_the_memory_is_not_tried(tmp_path: Path, monkeypatch
     slot = bench(tmp_path, job=huge, cases=CASES[:1])
     measure(slot)
 
-    assert ["compute: tp1 cp1 mbs1 needs"] == [note[:27] for note in slot.notes]
-    assert slot.notes[0].endswith("for one layer's weights and gradients, but slot node0:0 has 8.00 GiB")
+    assert ["compute: tp1 cp1 mbs1 needs"] == [note[:27] for note in slot.found.notes]
+    assert slot.found.notes[0].endswith("for one layer's weights and gradients, but slot node0:0 has 8.00 GiB")
 
 
 def test_weight_bytes_by_hand() -> None:
@@ -448,8 +452,8 @@ def test_a_slow_first_call_leaves_time_for_half_of_the_cases(
     device = CompilingDevice(import_s=import_s, compile_s=compile_s, limit=MOST_VARIANTS)
     bench = measured(device, tmp_path, monkeypatch)
 
-    assert expected <= len({time.case for time in bench.times})
-    assert all(sum(time.forward.values_s) < 1.0 for time in bench.times)
+    assert expected <= len({time.case for time in bench.found.compute})
+    assert all(sum(time.forward.values_s) < 1.0 for time in bench.found.compute)
 
 
 def test_a_case_that_compiles_is_no_forecast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,7 +462,7 @@ def test_a_case_that_compiles_is_no_forecast(tmp_path: Path, monkeypatch: pytest
     sizes = tuple(ComputeCase(tp=1, cp=1, micro_batch_size=1 << power) for power in range(7))
     bench = measured(device, tmp_path, monkeypatch, sizes)
 
-    assert set(sizes) == {time.case for time in bench.times}
+    assert set(sizes) == {time.case for time in bench.found.compute}
 
 
 def test_no_case_runs_uncompiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,8 +481,8 @@ def test_boost_clocks_are_over_before_the_first_timing(tmp_path: Path, monkeypat
     device = CompilingDevice(import_s=0.0, compile_s=0.0, limit=MOST_VARIANTS, boost_s=2.0, boost=0.92)
     bench = measured(device, tmp_path, monkeypatch)
 
-    assert pytest.approx(2 * LAYER_S) == min(min(time.forward.values_s) for time in bench.times)
-    assert bench.times[0].case == CASES_IN_TURN[0]
+    assert pytest.approx(2 * LAYER_S) == min(min(time.forward.values_s) for time in bench.found.compute)
+    assert bench.found.compute[0].case == CASES_IN_TURN[0]
 
 
 def test_the_layers_of_a_case_end_before_the_next_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,7 +510,7 @@ def stage_bytes(bench: StageBench, allocator: Allocator, monkeypatch: pytest.Mon
     monkeypatch.setattr(benches.whole_stage, "run_stage", run_stage)
     lockstep = Lockstep(store=OneRankStore(), rank=0, world_size=1, timeout_s=1.0)
     bench.measure((FIRST,), lockstep, Budget(started_s=0.0, budget_s=60.0, clock=lambda: 0.0))
-    return bench.readings[0].allocator_peak_bytes
+    return bench.found.stages[0].allocator_peak_bytes
 
 
 def bench_after(allocator: Allocator, folder: Path, *, layer_leaves: bool) -> StageBench:
@@ -527,8 +531,8 @@ def test_what_earlier_layers_left_does_not_count(monkeypatch: pytest.MonkeyPatch
     bench = bench_after(allocator, tmp_path, layer_leaves=True)
 
     assert STAGE_BYTES + CUBLAS_BYTES == stage_bytes(bench, allocator, monkeypatch)
-    assert STAGE_BYTES + CUBLAS_BYTES == bench.readings[0].reserved_peak_bytes
-    (note,) = bench.notes
+    assert STAGE_BYTES + CUBLAS_BYTES == bench.found.stages[0].reserved_peak_bytes
+    (note,) = bench.found.notes
     assert "ran beside 448.00 MiB that earlier layers left on slot node0:0; its peak does not include them" in note
 
 
@@ -578,7 +582,7 @@ def found(
     bench = StageBench(options=options, slot=0, meter=StageMeter(), workspace_bytes=5)
     lockstep = Lockstep(store=OneRankStore(), rank=0, world_size=1, timeout_s=1.0)
     bench.measure(cases, lockstep, Budget(started_s=0.0, budget_s=60.0, clock=clock))
-    return bench.readings, bench.notes
+    return list(bench.found.stages), list(bench.found.notes)
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def test_a_script_has_the_variables_of_its_training(
     own = OwnScript.of(tiny_options(tmp_path, hosts=1, devices=1, script=(str(script),)))
     assert own is not None
 
-    own.prepared(tiny_job(2, performance_flags=flags), Layout(tp=tp))()
+    own.prepared(tiny_job(2, performance_flags=flags), Layout(tp=tp), single_layers=False)()
 
     assert [expected] == seen
     assert NAME not in os.environ

@@ -241,7 +241,8 @@ class Trainer:
         self.optimizer.zero_grad()
         batches = [iter(self._batch, None) for _ in self.chunks]
         interleaved = self.layout.vpp > 1
-        get_forward_backward_func()(
+        # Like Megatron, keep the losses of all micro-batches until the optimizer's step has ended.
+        _losses = get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=batches if interleaved else batches[0],
             model=self.chunks if interleaved else self.chunks[0],

@@ -175,6 +175,8 @@ def open_door() -> None:
     Replacements(
         (
             *in_module("torch.distributed", {"init_process_group": _fake_group, "new_group": _own_groups}),
+            # Megatron spends most of its time on groups of other ranks, also before it calls torch.
+            *in_module("megatron.core.parallel_state", {"create_group": _own_groups}),
             # A script may choose a device by the rank that it plays. A fake group has no coalesced collectives.
             *in_module("torch.cuda", {"set_device": _while_playing(bool)}),
             *in_module(f"megatron.core.distributed.{_BUFFER}", {"_coalescing_manager": _while_playing(no_coalescing)}),

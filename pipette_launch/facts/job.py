@@ -189,6 +189,8 @@ class PerformanceOptions:
     decrease_batch_size_if_needed: bool = False
     eval_global_batch_size: int | None = None
     eval_micro_batch_size: int | None = None
+    freeze_all_layers: bool = False
+    """True if a step runs only forwards, for the logits of a teacher."""
     num_workers: int = 2
     """Data loader processes of each rank that loads data."""
     padded_vocab_size: int = 0

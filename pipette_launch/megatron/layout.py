@@ -114,6 +114,8 @@ def read_layout(arguments: Arguments, *, world_size: int) -> Layout:
     switches["sequence_parallel"] &= tp > 1
     has_fsdp = arguments.get("use_megatron_fsdp") and release_of(arguments.version) >= (0, 18)
     switches["use_distributed_optimizer"] |= bool(has_fsdp) or arguments.get("optimizer") == SHARDED_MUON
+    if arguments.get("freeze_all_layers"):
+        switches |= dict.fromkeys(("use_distributed_optimizer", "overlap_param_gather"), False)
     try:
         return Layout(
             tp=tp,

@@ -292,6 +292,33 @@ def test_settings_of_nccl_that_were_not_measured_have_a_note(words: str, begins:
     assert "NCCL's default settings" in note
 
 
+def test_frozen_layers_run_forwards_alone() -> None:
+    """A step has no backward, reduction or optimizer, and a rank keeps neither gradients nor other layers' tensors."""
+    line = (*PIPELINE, "--use-distributed-optimizer", "--global-batch-size", "64")
+    plain, frozen = (
+        predict((*line, *flags), world_size=8, gpu="H100", megatron_version="0.19.0")
+        for flags in ((), ("--freeze-all-layers",))
+    )
+
+    assert not frozen.layout.use_distributed_optimizer
+    for stage in frozen.stages:
+        assert stage.parts_bytes["gradients"] == stage.parts_bytes["optimizer"] == 0
+    assert frozen.stages[0].model_peak_bytes < plain.stages[0].model_peak_bytes / 2
+    assert frozen.step_time_s is not None
+    assert plain.step_time_s is not None
+    assert 0 < frozen.step_time_s < 0.5 * plain.step_time_s
+    assert frozen.breakdown_s["optimizer"] == frozen.breakdown_s["embedding_gradients"] == 0
+    with pytest.raises(MegatronError, match="--freeze-all-layers: only forwards run"):
+        read_job(
+            (*line, "--freeze-all-layers"),
+            world_size=8,
+            megatron_version="0.19.0",
+            device_kind="cuda",
+            for_planning=True,
+            without_probes=True,
+        )
+
+
 def test_a_flag_that_is_not_priced_has_a_note() -> None:
     """A note says that an optimizer on the host is not in the predicted step."""
     flags = "--bf16 --optimizer-cpu-offload --use-precision-aware-optimizer --use-distributed-optimizer"

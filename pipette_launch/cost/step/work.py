@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from pipette_launch.cost.pipeline.engine import Engine, engine_of
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Floats, Ints, Layout
 from pipette_launch.facts.measurements import Measurements
+from pipette_launch.megatron.performance import performance_options
 
 _PASSES = ("forward_s", "backward_s", "recompute_s", "weight_grad_s", "forward_idle_s", "backward_idle_s")
 
@@ -72,7 +73,7 @@ class LayoutWork:
         num_microbatches = layout.num_microbatches(job.batch.global_batch_size)
         passes = compute.chunk_passes(layout)
         traffic = step_traffic(job, layout)
-        return cls(
+        work = cls(
             layout=layout,
             num_microbatches=num_microbatches,
             engine=engine_of(
@@ -96,6 +97,20 @@ class LayoutWork:
             optimizer_s_P=_update_s_P(job, traffic, once),
             rank_S=np.arange(layout.num_chunks) % layout.pp,
         )
+        return _forwards(work) if performance_options(job).freeze_all_layers else work
+
+
+def _forwards(work: LayoutWork) -> LayoutWork:
+    """Keep the forwards of a step."""
+    zero_S = 0 * work.forward_s_S
+    return replace(
+        work,
+        **{f"{name}_S": zero_S for name in _PASSES if not name.startswith("forward")},
+        exchanges=tuple(replace(one, backward=(0.0,) * len(one.backward)) for one in work.exchanges),
+        traffic=replace(work.traffic, embedding_bytes=0),
+        gradient_bytes_S2=0 * work.gradient_bytes_S2,
+        optimizer_s_P=0 * work.optimizer_s_P,
+    )
 
 
 def _update_s_P(job: Job, traffic: StepTraffic, once: OnceAStep) -> Floats:

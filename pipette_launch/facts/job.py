@@ -154,6 +154,8 @@ class PerformanceOptions:
 
     # Experts.
     moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
+    moe_combine_bwd_dtype: str = "bf16"
+    moe_dispatch_fwd_dtype: str = "bf16"
     moe_enable_deepep: bool = False
     moe_expert_capacity_factor: float | None = None
     moe_expert_rank_capacity_factor: float | None = None

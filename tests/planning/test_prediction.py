@@ -328,6 +328,15 @@ def test_a_flag_that_is_not_priced_has_a_note() -> None:
     assert any(note.startswith("--optimizer-cpu-offload is not in the predicted step time") for note in found.notes)
 
 
+def test_attention_within_documents_has_a_note() -> None:
+    """The lengths of documents are unknown, and a note gives the direction of the error."""
+    found = predict((*PIPELINE, "--sft"), world_size=8, gpu="H100", megatron_version="0.20.0")
+
+    assert any(
+        "whole sequences instead of single documents, and the step may be too long" in note for note in found.notes
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "begins"),
     [

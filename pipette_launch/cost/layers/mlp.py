@@ -57,6 +57,10 @@ OVERLAP_COSTS = 0.15
 """Share of a hidden exchange that still costs time, because the exchange's kernels take 20 of 132 multiprocessors from
 products that run at the same time (`--moe-deepep-num-sms`)."""
 
+MXFP8 = "mxfp8"
+MXFP8_SHARE = 33 / 64
+"""Bytes of a token in MXFP8, with one scale byte for 32 elements, divided by its bytes in 16 bits."""
+
 
 class _FeedForward(Block):
     """Costs of two matrices with an activation between the matrices, for any width."""
@@ -426,16 +430,26 @@ class Experts(_FeedForward):
         members, twice_S = layout.etp * layout.ep, once_S + again_S
         if dispatcher != "allgather":
             sent = size * (self._copies_of_a_token(performance_options(job), domain) if dispatcher == "flex" else topk)
-            times = (2 * once_S, 2 * twice_S)
-            if layout.ep > 1 and performance_options(job).overlap_moe_expert_parallel_comm:
-                yield Exchange.of("all_to_all", "ep", sent * OVERLAP_COSTS, *times)
-                yield Exchange.of("all_to_all", "ep", sent * (1 - OVERLAP_COSTS), *times, behind="other_layer_s")
-            elif layout.ep > 1:
-                yield Exchange.of("all_to_all", "ep", sent, *times)
+            if layout.ep > 1:
+                yield from self._token_exchanges(performance_options(job), sent, once_S, again_S)
             size, group, members = size * topk, "etp", layout.etp
         if members > 1:
             yield Exchange.of("all_gather", group, size * members, once_S, twice_S)
             yield Exchange.of("reduce_scatter", group, size * members, once_S, twice_S)
+
+    def _token_exchanges(
+        self, options: PerformanceOptions, sent: float, once_S: Ints, again_S: Ints
+    ) -> Iterator[Exchange]:
+        """Yield dispatch and combine; one may be in MXFP8, the dispatch in the forward, the combine in the backward."""
+        narrow, back = (each == MXFP8 for each in (options.moe_dispatch_fwd_dtype, options.moe_combine_bwd_dtype))
+        few_S = narrow * once_S, narrow * again_S + back * once_S
+        rest_S = 2 * once_S - few_S[0], 2 * (once_S + again_S) - few_S[1]
+        for size, times in [(sent, rest_S), (sent * MXFP8_SHARE, few_S)][: 2 if narrow or back else 1]:
+            if options.overlap_moe_expert_parallel_comm:
+                yield Exchange.of("all_to_all", "ep", size * OVERLAP_COSTS, *times)
+                yield Exchange.of("all_to_all", "ep", size * (1 - OVERLAP_COSTS), *times, behind="other_layer_s")
+            else:
+                yield Exchange.of("all_to_all", "ep", size, *times)
 
     def _copies_of_a_token(self, options: PerformanceOptions, domain: int) -> float:
         """Return the mean number of ranks, or of NVLink domains if ep spans several, that have a token's experts.

@@ -233,6 +233,7 @@ UNEVEN = (
 """Assumption on measured and imagined machines, because the warm-up also gives all experts equal shares of the
 tokens."""
 _NCCL_DEFAULTS = "collectives are measured and priced with NCCL's default settings, and the step may be too"
+_WHOLE = "attention is priced over whole sequences instead of single documents, and the step may be too long"
 UNPRICED: tuple[tuple[str, Container[bool | str | int], str], ...] = (
     ("enable_cuda_graph", frozenset({True}), _ONE_BY_ONE),
     ("external_cuda_graph", frozenset({True}), _ONE_BY_ONE),
@@ -244,7 +245,9 @@ UNPRICED: tuple[tuple[str, Container[bool | str | int], str], ...] = (
     ),
     ("use_sharp", frozenset({True}), f"{_NCCL_DEFAULTS} long"),
     ("nccl_ub", frozenset({True}), f"{_NCCL_DEFAULTS} long"),
-    ("moe_flex_dispatcher_backend", frozenset({"ncclep"}), "exchanges of experts are priced as with DeepEP"),
+    ("moe_flex_dispatcher_backend", frozenset({"ncclep"}), "exchanges of experts are priced as with HybridEP"),
+    ("sft", frozenset({True}), _WHOLE),
+    ("dataloader_inter_document_masking", frozenset({True}), _WHOLE),
     ("nccl_communicator_config_path", frozenset(), f"{_NCCL_DEFAULTS} long or too short"),
 )
 """Triples of a performance option, its values that change the step but not the prediction, and the effect. An empty

@@ -248,6 +248,25 @@ def test_all_to_all_dispatcher() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flag", "wide", "narrow"),
+    [
+        ("--moe-dispatch-fwd-dtype mxfp8", ((2.0,), (6.0,)), ((2.0,), (2.0,))),
+        ("--moe-combine-bwd-dtype mxfp8", ((4.0,), (6.0,)), ((0.0,), (2.0,))),
+    ],
+)
+def test_tokens_in_mxfp8_are_half_as_large(flag: str, wide: object, narrow: object) -> None:
+    """Full recompute dispatches again; a token has 33 bytes for 32 elements instead of 64."""
+    again = Recompute(granularity="full", method="uniform", num_layers=1)
+    flags = ("--moe-token-dispatcher-type flex", "--moe-flex-dispatcher-backend ncclep", flag)
+    plain, small = rows(
+        moe_job(performance_flags=flags, megatron_version="0.20.0"), Layout(dp=2, ep=2, recompute=again)
+    )
+
+    assert (plain[3:], small[3:]) == (wide, narrow)
+    assert small[2] == plain[2] * 33 / 64
+
+
+@pytest.mark.parametrize(
     ("domain", "copies"),
     [(4, 4 * (1 - 0.75**2) / IN_DOMAIN_SHARE), (2, 2 * (1 - 0.5**2)), (1, 4 * (1 - 0.75**2))],
     ids=["one domain", "two domains", "no fast links"],

@@ -57,9 +57,6 @@ _HOST_BYTES = 8
 """Host bytes for each entry of an attention mask: a matrix of ones, and its lower triangle, both in fp32
 (gpt_dataset.py)."""
 
-_OF_TRAINING = ("gradients", "optimizer", "dummy_gradients", "activations", "recompute", "deferred", "optimizer_step")
-"""Parts of the peak that a job with `--freeze-all-layers` does not have."""
-
 # Caches for figures of layers and parameter counts, which a search needs again for most batches of layouts.
 _LAYERS: Memo[Memo[dict[str, int]]] = Memo()
 _COUNTS: Memo[Memo[Ints]] = Memo()
@@ -230,8 +227,9 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
     )
     if performance_options(job).freeze_all_layers:
         # Without gradients, a layer's tensors live only until its forward ends.
-        nothing = dict.fromkeys(_OF_TRAINING, np.zeros_like(weights))
-        parts = replace(parts, **nothing, backward=stages.spread(layer["unit"]))
+        none_S = stages.spread(0)
+        parts = replace(parts, gradients=none_S, optimizer=none_S, optimizer_step=none_S, dummy_gradients=none_S)
+        parts = replace(parts, activations=none_S, recompute=none_S, backward=stages.spread(layer["unit"]))
     if performance_options(job).graphs.impl == ITERATION:
         inputs = job.batch.global_batch_size // layouts.dp * ends.sample_bytes(job)
         inputs = stages.spread(0, first=inputs, last=inputs, prediction=inputs)

@@ -105,7 +105,10 @@ def _forwards(work: LayoutWork) -> LayoutWork:
     zero_S = 0 * work.forward_s_S
     return replace(
         work,
-        **{f"{name}_S": zero_S for name in _PASSES if not name.startswith("forward")},
+        backward_s_S=zero_S,
+        recompute_s_S=zero_S,
+        weight_grad_s_S=zero_S,
+        backward_idle_s_S=zero_S,
         exchanges=tuple(replace(one, backward=(0.0,) * len(one.backward)) for one in work.exchanges),
         traffic=replace(work.traffic, embedding_bytes=0),
         gradient_bytes_S2=0 * work.gradient_bytes_S2,

@@ -57,16 +57,11 @@ class Efficiency:
     scan_share: float | None = None
     """Share of the memory bandwidth that the scan kernels of Mamba-2 layers reach. None = `memory_share`."""
     narrow_shares: dict[str, float] = field(default_factory=dict)
-    """Share of the peak that products in `fp8` or `fp4` reach, by format.
-
-    Products in other formats reach `matmul_share`.
-    """
+    """Share of the peak that products in `fp8` or `fp4` reach, by format. Other formats reach `matmul_share`."""
     step_s: float = 0.0
-    """Seconds in each step in which the device waits for the host.
-
-    The wait begins when Megatron reads the gradient norm, and ends with the first kernels of the next step. Meanwhile
-    the host clips gradients, runs the optimizer's loops, logs, and loads the batch.
-    """
+    """Seconds in each step in which the device waits for the host. The wait begins when Megatron reads the gradient
+    norm. Before the next step's first kernels, the host clips gradients, runs the optimizer's loops, logs, and loads
+    the batch."""
 
     def __post_init__(self) -> None:
         shares = {name: getattr(self, name) for name in ("matmul_share", "attention_share", "memory_share")}
@@ -303,9 +298,6 @@ def _device(row: Mapping[str, str]) -> DeviceSpec:
 
 
 ROWS = table("pipette_launch.facts", "devices")
-"""Table of NVIDIA's devices.
-
-Column `chip` has words that occur in every name of a device. Column `other_words` has words that occur only in some
-names.
-"""
+"""Table of NVIDIA's devices. Column `chip` has words that occur in every name of a device. Column `other_words` has
+words that occur only in some names."""
 NVIDIA_DEVICES = tuple(map(_device, ROWS))

@@ -122,10 +122,7 @@ class Links:
 
     @cached_property
     def extremes(self) -> tuple[tuple[int, int], ...]:
-        """The links with least and greatest bandwidth, as (sender, receiver).
-
-        The result is empty for a single host or device.
-        """
+        """The links with least and greatest bandwidth, as (sender, receiver); empty for a single host or device."""
         if self.size < 2:
             return ()
         rates, diagonal = self.bandwidth_bytes_per_s.ravel(), np.eye(self.size, dtype=bool).ravel()
@@ -235,10 +232,7 @@ def in_device_order(placement_KW: ArrayLike, devices: int, order_D: Sequence[int
 
 
 def shared_order(placement: ArrayLike, devices: int) -> tuple[int, ...] | None:
-    """Return the devices of a host's ranks, beginning with the lowest rank.
-
-    Return None if two hosts use different orders.
-    """
+    """Return the devices of a host's ranks, beginning with the lowest rank; None if two hosts use different orders."""
     order_HD = np.argsort(np.asarray(placement).reshape(-1, devices), axis=1)
     return tuple(order_HD[0].tolist()) if (order_HD == order_HD[0]).all() else None
 

@@ -123,10 +123,7 @@ class Domains:
 
 @lru_cache(maxsize=4)
 def _linked_hosts(links: Links, least_bytes_per_s: float) -> tuple[int, ...]:
-    """Return the index of each host's NVLink domain.
-
-    Two hosts share a domain if their link has at least the given bandwidth.
-    """
+    """Return the index of each host's NVLink domain. Hosts with a link of at least this bandwidth share a domain."""
     near_HH = links.bandwidth_bytes_per_s >= least_bytes_per_s
     domain_H = np.full(links.size, -1)
     for host in range(links.size):
@@ -138,10 +135,7 @@ def _linked_hosts(links: Links, least_bytes_per_s: float) -> tuple[int, ...]:
 
 
 def blocks_of(model: ModelSpec, options: PerformanceOptions, layout: Layout, domains: Domains) -> tuple[RankBlock, ...]:
-    """Return the blocks of ranks that must stay together under a layout on GPUs.
-
-    Raise LayoutError if blocks do not fill hosts or domains.
-    """
+    """Return the blocks of ranks that must stay together on GPUs; LayoutError if a host or domain is not filled."""
     found = [tensor_block(options, layout.tp, domains)]
     if model.num_experts:
         found.append(expert_block(options, layout.ep * layout.etp, domains))
@@ -149,10 +143,7 @@ def blocks_of(model: ModelSpec, options: PerformanceOptions, layout: Layout, dom
 
 
 def tensor_block(options: PerformanceOptions, tp: int, domains: Domains) -> RankBlock | None:
-    """Return the block that keeps a tensor-parallel group inside a host, or None.
-
-    Raise LayoutError if blocks do not fill a host.
-    """
+    """Return the block that keeps a tensor-parallel group inside a host, or None; LayoutError if no host is filled."""
     if not options.tp_comm_overlap or tp == 1:
         return None
     flag = flag_of("tp_comm_overlap")

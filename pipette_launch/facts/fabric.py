@@ -94,10 +94,7 @@ class FabricSpec:
     tiers: tuple[Tier, ...]
     """Levels of the network, the smallest groups of hosts first. The last tier contains all hosts of the job."""
     hosts: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
-    """Names of the hosts in torchrun's order, as plans for real hosts need them.
-
-    Without names, the hosts are host0, host1 and so on.
-    """
+    """Names of the hosts in torchrun's order, as plans for real hosts need them. Empty = host0, host1 and so on."""
     network_factor: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
     """Share of the usual bandwidth that a host with slower network cards reaches, by name of the host."""
     compute_factor: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
@@ -187,10 +184,7 @@ class FabricSpec:
         return whole if crosses or 2 * share < whole else share
 
     def domain_words(self, device: DeviceSpec, num_hosts: int) -> str:
-        """Return a sentence on the assumed number of hosts in each NVLink domain.
-
-        The sentence is empty if nothing is assumed.
-        """
+        """Return a sentence on the assumed number of hosts in each NVLink domain; empty if nothing is assumed."""
         if self.tiers_on(device) == self.tiers or num_hosts <= device.domain_hosts:
             return ""
         share, whole = self._domain_share(device, num_hosts), device.domain_hosts

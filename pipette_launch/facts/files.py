@@ -47,10 +47,7 @@ def check_numbers(
 
 
 ADDED_LATER = {"added_later": True}
-"""Metadata of a field that files of earlier releases lack.
-
-When such a file is read, the missing field gets its default.
-"""
+"""Metadata of a field that files of earlier releases lack. A missing field gets its default."""
 SCHEMA_VERSION = 1
 """Version of every kind of document. A change in the meaning of a field needs a new version."""
 MOST_BYTES = 256 << 20
@@ -109,10 +106,7 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
 
 
 def parse(text: str | bytes, source: str) -> Any:
-    """Parse JSON.
-
-    Raise FileFormatError with the name `source` if the text is not JSON, too large or nested too deeply.
-    """
+    """Parse JSON; FileFormatError with the name `source` if the text is not JSON, too large or nested too deeply."""
     if len(text) > MOST_BYTES:
         raise FileFormatError(f"{source}: {len(text)} bytes, more than the limit of {MOST_BYTES}; remove the file")
     try:

@@ -35,10 +35,7 @@ GROUPS: dict[str, dict[str, Meaning]] = {
     title: {key: Meaning(**entry) for key, entry in entries.items()}
     for title, entries in json.loads(_FILE.read_text(encoding="utf-8")).items()
 }
-"""Entries of the glossary by key, in groups with the titles and the order of docs/glossary.md.
-
-Keys are in lower case.
-"""
+"""Entries of the glossary by key in lower case, in groups with the titles and the order of docs/glossary.md."""
 MEANINGS = {key: meaning for group in GROUPS.values() for key, meaning in group.items()}
 SHORT = {
     "weights": "weight",

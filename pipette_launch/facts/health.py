@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 Nearness = Literal["switch", "root", "node", "across"]
-"""Nearest part that a device shares with its network card: PCIe switch, root port or NUMA node.
-
-`across` = no shared part.
-"""
+"""Nearest part that a device shares with its network card: PCIe switch, root port or NUMA node. `across` = no part."""
 NEARNESS: tuple[Nearness, ...] = ("switch", "root", "node", "across")
 """Kinds of nearness between a device and its network card, from near to far."""
 
@@ -61,22 +58,13 @@ class DeviceCondition:
     pcie_width_max: int | None = None
     """Largest number of PCIe lanes that the device and its PCIe slot allow."""
     pcie_generation: int | None = None
-    """Present PCIe generation.
-
-    An idle device falls back to PCIe generation 1, so a low value alone is not a problem.
-    """
+    """Present PCIe generation. An idle device falls back to PCIe generation 1, so a low value is not a problem."""
     pcie_generation_max: int | None = None
     pci_address: str = ""
-    """PCI address of the device as in sysfs, such as `0000:3b:00.0`.
-
-    The address is empty if the driver does not report it.
-    """
+    """PCI address of the device as in sysfs, such as `0000:3b:00.0`. Empty = unknown."""
     numa_node: int | None = None
     nic: str = ""
-    """Name of the network card nearest to the device, preferably an InfiniBand card.
-
-    The name is empty if no card was found.
-    """
+    """Name of the network card nearest to the device, preferably an InfiniBand card. Empty = no card was found."""
     nic_distance: Nearness | None = None
     persistence_mode: bool | None = None
     temperature_c: int | None = None
@@ -110,17 +98,11 @@ class Verdict:
     other_host: str = ""
     """Name of the receiving host of a slow link. The name is empty if the problem is not a slow link."""
     peers: str = ""
-    """Figure of similar hosts or devices for comparison, such as `18`.
-
-    The text is empty if the problem needs no comparison.
-    """
+    """Figure of similar hosts or devices, such as `18`. Empty = the problem needs no comparison."""
     advice: str = ""
     """Advice that solves the problem, such as `exclude it with --exclude=node17`."""
     is_sick: bool = True
-    """True if the launcher may exclude the host because of this problem.
-
-    If false, the launcher only prints the problem.
-    """
+    """True if the launcher may exclude the host because of this problem. Other problems are only printed."""
 
     def words(self) -> str:
         """Return the problem as a sentence."""

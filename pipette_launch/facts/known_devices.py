@@ -15,10 +15,7 @@ from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.files import ADDED_LATER, check_numbers
 
 _PREFERRED = frozenset(row["name"] for row in accelerators.ROWS if row["preferred"])
-"""Preferred devices.
-
-A name that fits several devices means the preferred device, if only one of the devices is preferred.
-"""
+"""Preferred devices. A name that fits several devices means the preferred device if only one of them is preferred."""
 _LEAST_LIKENESS, _LESS_LIKE = 0.52, 0.25
 """Least similarity of a suggested name to the given name, and largest difference from the best name's similarity."""
 
@@ -52,10 +49,7 @@ def device_named(name: str) -> DeviceSpec:
 
 
 def other_meanings(name: str) -> str:
-    """Return a sentence that lists other devices with this name.
-
-    The result is empty if the name fits only one device.
-    """
+    """Return a sentence that lists other devices with this name; empty if the name fits only one device."""
     fitting = _fitting(words_of(name))
     taken = device_named(name)
     others = [device.name for device in fitting if device != taken]
@@ -82,10 +76,7 @@ def devices_like(name: str) -> tuple[DeviceSpec, ...]:
 
 
 def spec_of_cluster(cluster: Cluster) -> DeviceSpec | None:
-    """Return the type of a cluster's devices: the type that the user described, or the type by a device's name.
-
-    Return None for unknown devices.
-    """
+    """Return the type of a cluster's devices: described by the user, or found by name; None for unknown devices."""
     return cluster.imagined or device_of_driver(cluster.hosts[0].devices[0].name)
 
 

@@ -116,10 +116,7 @@ class Layout:
         return "interleaved-1f1b" if self.vpp > 1 else "1f1b"
 
     def num_microbatches(self, global_batch_size: int) -> int:
-        """Return the micro-batches of one step on each data-parallel rank.
-
-        Raise LayoutError if the batch is not a multiple of micro-batch size times dp.
-        """
+        """Return the micro-batches of one step on each data-parallel rank; LayoutError if the batch does not divide."""
         count, rest = divmod(global_batch_size, self.micro_batch_size * self.dp)
         if rest:
             sizes = f"micro_batch_size*dp = {self.micro_batch_size}*{self.dp}"

@@ -89,10 +89,7 @@ class StageReading:
     device_peak_bytes: int
     """Peak of NVML's used bytes on CUDA, without communicators. On CPU, the peak is the process's resident set."""
     ran_out: bool = False
-    """True if the device ran out of memory during the step.
-
-    After such a failure, all peaks cover only the time before it.
-    """
+    """True if the device ran out of memory during the step. All peaks then cover only the time before the failure."""
     allocator_config: str = field(default="", metadata=ADDED_LATER)
     """Value of `Job.allocator_config`, which affects `reserved_peak_bytes`."""
     num_microbatches: int = field(default=0, metadata=ADDED_LATER)
@@ -256,15 +253,9 @@ class ComputeTime:
     backward_idle_s: float = field(default=0.0, metadata=ADDED_LATER)
     """Seconds of both backward passes in which the device waits for the host."""
     source: Literal["measured", "modelled", "cached"] = field(default="measured", metadata=ADDED_LATER)
-    """`modelled`: the device model converted a time with other options.
-
-    `cached`: the time comes from an earlier warm-up.
-    """
+    """`modelled`: converted by the device model from a time with other options. `cached`: from an earlier warm-up."""
     recompute: Samples | None = field(default=None, metadata=ADDED_LATER)
-    """Additional time if full recompute runs the layer's forward again in the backward.
-
-    The time is `None` if it was not measured.
-    """
+    """Additional time if full recompute runs the layer's forward again in the backward. None = not measured."""
 
     ep: int = field(default=0, metadata=ADDED_LATER)
     """Expert parallel size. 0 = the part has no experts, or the time does not depend on this size."""
@@ -361,20 +352,15 @@ class Measurements:
     notes: tuple[str, ...]
     """Sentences on skipped, unstable and assumed values."""
     optimizer_s_per_parameter: float | None = None
-    """Seconds of an optimizer step for each parameter whose state a slot holds.
-
-    The time is `None` if it was not measured.
-    """
+    """Seconds of an optimizer step for each parameter whose state a slot holds. None = not measured."""
     wake_s: float = field(default=0.0, metadata=ADDED_LATER)
     """Additional seconds of a chunk's forward and backward if each pass comes after a wait, as in pipelines. 0 = not
     measured, as in warm-ups on GPUs."""
     loading: LoadingTime | None = field(default=None, metadata=ADDED_LATER)
     """Time to load batches with Megatron-LM's own trainer on CPUs. The time is `None` if it was not measured."""
     gradient_s_per_byte: float = field(default=0.0, metadata=ADDED_LATER)
-    """Seconds of a step to clear, check and scale gradients, for each byte of gradients that a slot holds.
-
-    0 = not measured. On CPUs most of the time goes into the optimizer's calls for each tensor.
-    """
+    """Seconds of a step to clear, check and scale gradients, for each byte of gradients that a slot holds. 0 = not
+    measured. On CPUs most of the time goes into the optimizer's calls for each tensor."""
     step_s: float = field(default=0.0, metadata=ADDED_LATER)
     """Seconds in each step in which the device waits for the host. 0 = not measured."""
     host_bytes_per_s: float = field(default=0.0, metadata=ADDED_LATER)
@@ -386,24 +372,15 @@ class Measurements:
     model_digest: str = field(default="", metadata=ADDED_LATER)
     """`layers_digest` of the model whose layers were measured. The digest is empty in files of earlier releases."""
     timed_flags: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
-    """Flags of the job's precision that the timed layers had.
-
-    The list is empty if the layers were built from the job's flags.
-    """
+    """Flags of the job's precision that the timed layers had. Empty = the layers were built from the job's flags."""
     conditions: tuple[DeviceCondition, ...] = field(default=(), metadata=ADDED_LATER)
-    """Reports of the driver on each slot's device before the warm-up, in slot order.
-
-    The list is empty if no driver reported.
-    """
+    """Reports of the driver on each slot's device before the warm-up, in slot order. Empty = no driver reported."""
     verdicts: tuple[Verdict, ...] = field(default=(), metadata=ADDED_LATER)
     """Problems of hosts, devices and links. Problems that may exclude a host come first."""
     survey: LinkSurvey | None = field(default=None, metadata=ADDED_LATER)
     """Origin of the links between hosts. The survey is `None` for one host, and in files of earlier releases."""
     overhead: DeviceOverhead | None = field(default=None, metadata=ADDED_LATER)
-    """Parts of `overhead_bytes` on the slot with the largest value.
-
-    The parts are `None` if they were not measured separately, or without a GPU.
-    """
+    """Parts of `overhead_bytes` on the slot with the largest value. None = not measured separately, or no GPU."""
     stages: tuple[StageReading, ...] = field(default=(), metadata=ADDED_LATER)
     """Measured memory of whole pipeline stages of promising layouts, each run on a single device."""
 

@@ -222,7 +222,7 @@ class NodeRecord:
     """Index of the last attempt at training. -1 = no attempt."""
     verdict: AttemptEnd
     failure: Failure | None
-    """Cause of the failure of the last attempt. The cause is `None` if the attempt did not fail on this node."""
+    """Cause of the failure of the last attempt. None = the attempt did not fail on this node."""
     is_misuse: bool = False
     """True if the cause of `trouble` is a flag that requests something which this machine lacks."""
     conditions: tuple[DeviceCondition, ...] = ()
@@ -233,10 +233,7 @@ class NodeRecord:
     iteration: int = 0
     """Last iteration in the output of this node's workers. 0 = no iteration."""
     slowed: str = ""
-    """Description of a slowdown for which the user wants a new measurement.
-
-    The text is empty if there is no such slowdown.
-    """
+    """Description of a slowdown for which the user wants a new measurement. Empty = no slowdown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,10 +283,7 @@ class Decision:
     iteration: int = 0
     """Last iteration that any node printed before this decision. 0 = before the training."""
     shortage: Shortage | None = None
-    """Among the plans of similar jobs that ran out of memory, the plan with the least predicted need.
-
-    The field is `None` if no plan ran out of memory.
-    """
+    """Plan with the least predicted need among plans of similar jobs that ran out of memory. None = no plan."""
     probe_options: str = ""
     """Options of the warm-up as a document of `probe`. The text is empty if the phase is not the warm-up."""
 
@@ -417,10 +411,7 @@ class Arrival:
     KIND: ClassVar[str] = "arrival"
 
     meeting: int
-    """Number of meetings that this agent has attended.
-
-    The number distinguishes answers to this arrival from older answers.
-    """
+    """Number of meetings that this agent has attended, which distinguishes answers to this arrival from older ones."""
     record: NodeRecord
     held: Decision | None
     """Last decision that this agent got, which the deciding agent may not know."""

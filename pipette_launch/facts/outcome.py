@@ -47,10 +47,7 @@ class Outcome:
     step_correction: float = field(default=1.0, metadata=ADDED_LATER)
     """Factor from earlier outcomes that is included in the predicted step."""
     features: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
-    """Properties of layout and model by which outcomes of several jobs are compared.
-
-    The table is empty in files of earlier releases.
-    """
+    """Properties of layout and model by which outcomes of several jobs are compared. Empty in files of old releases."""
     peaks: tuple[PeakReading, ...] = field(default=(), metadata=ADDED_LATER)
     rate: Rate | None = field(default=None, metadata=ADDED_LATER)
     """Tokens and FLOPs per second of the measured step. The rate is `None` in files of earlier releases."""
@@ -72,10 +69,7 @@ class Outcome:
 
     @property
     def fullest(self) -> PeakReading | None:
-        """Highest memory reading of torch's allocator, or of the device if the allocator has no reading.
-
-        The value is `None` without readings.
-        """
+        """Highest memory reading of torch's allocator, else of the device. None = no readings."""
         inside = [peak for peak in self.peaks if peak.source == "allocator"]
         return max(inside or self.peaks, key=lambda peak: peak.measured_bytes, default=None)
 

@@ -27,17 +27,13 @@ class Rate:
     flops_per_s: float
     """FLOP/s of each rank, by Megatron's count of the model's FLOPs. Megatron's log calls it `TFLOP/s/GPU`."""
     mfu: float | None
-    """Share of the device's dense peak in the format of the weights, never in FP8.
-
-    The share is `None` if the peak is unknown.
-    """
+    """Share of the device's dense peak in the format of the weights, never in FP8. None = the peak is unknown."""
 
     @classmethod
     def of(cls, job: Job, layout: Layout, step_time_s: float, cluster: Cluster) -> Rate | None:
-        """Return the rate of a job whose optimizer step takes `step_time_s`.
+        """Return the rate of a job whose optimizer step takes `step_time_s`; None if the step time is not above 0.
 
-        Return None if the step time is not above 0. The peak of the devices is known only if all devices of the cluster
-        have one type.
+        The peak of the devices is known only if all devices of the cluster have one type.
         """
         if step_time_s <= 0:
             return None
@@ -125,10 +121,7 @@ class Choice:
     features: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
     """Properties of layout and model, by which outcomes of several jobs are compared."""
     bound_reason: str = field(default="", metadata=ADDED_LATER)
-    """Basis of `bound_s`, as a sentence without a full stop.
-
-    Without a text, the bound assumes the best link everywhere.
-    """
+    """Basis of `bound_s`, as a sentence without a full stop. Empty = the best link everywhere."""
     rate: Rate | None = field(default=None, metadata=ADDED_LATER)
     """Tokens and FLOPs per second of the predicted step. The rate is `None` in files of earlier releases."""
     memory: MemoryNeed | None = field(default=None, metadata=ADDED_LATER)
@@ -234,16 +227,11 @@ class Plan:
     trials: Trials | None = field(default=None, metadata=ADDED_LATER)
     """Trials that decided the choice. The field is `None` if no trials ran."""
     num_in_line: int | None = field(default=None, metadata=ADDED_LATER)
-    """Number of first alternatives that are better than the user's own configuration.
-
-    The number is `None` if all alternatives are better.
-    """
+    """Number of first alternatives that are better than the user's own configuration. None = all alternatives."""
     own_fault: str = field(default="", metadata=ADDED_LATER)
-    """Reason why the user's own configuration cannot run. Without a reason, the configuration can run.
-
-    If Megatron refuses the configuration, `own` is a substitute. If the search rules the configuration out, `own` has
-    another layout's step time.
-    """
+    """Reason why the user's own configuration cannot run. Empty = the configuration can run. If Megatron refuses the
+    configuration, `own` is a substitute. If the search rules the configuration out, `own` has another layout's step
+    time."""
     templates: tuple[Plan, ...] = field(default=(), metadata=ADDED_LATER)
     """Fallback plans, which have no fallback plans themselves, beginning with the most hosts."""
     other_hosts: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
@@ -270,10 +258,7 @@ class Plan:
 
     @property
     def gap(self) -> float | None:
-        """Upper limit of the share by which the step time exceeds the best possible step time.
-
-        The limit is `None` if no lower bound (floor) was proven.
-        """
+        """Largest share by which the step time can exceed the best step time. None = no lower bound was proven."""
         return max(self.chosen.step_time_s / self.floor_s - 1, 0.0) if self.floor_s > 0 else None
 
     def candidates(self) -> tuple[Choice, ...]:

@@ -69,10 +69,7 @@ class Prediction:
     verdict: MemoryFit
     """`tight`: the peak is within the free memory but above the limit, so no plan may use the layout."""
     step_time_s: float | None
-    """The value is `None` if the machines are unknown, or if the job's times cannot be predicted.
-
-    A note gives the reason.
-    """
+    """None = the machines are unknown, or the job's times cannot be predicted. A note gives the reason."""
     breakdown_s: dict[str, float]
     """Parts of the step time by name. All parts sum to the step time."""
     notes: tuple[str, ...]
@@ -101,10 +98,7 @@ class Explanation:
     how: str
     source: str
     value: str
-    """Value of the glossary's number in the plan, with a unit.
-
-    The text is empty without a plan, or if the plan lacks this number.
-    """
+    """Value of the glossary's number in the plan, with a unit. Empty = no plan, or the plan lacks this number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,17 +116,11 @@ class Entry:
 
     name: str
     choice: Choice | None
-    """The configuration that the plan chose.
-
-    The value is `None` if there is no plan, or if the plan's time cannot be predicted.
-    """
+    """The configuration that the plan chose. None = no plan exists, or the plan's time cannot be predicted."""
     gap: float | None
     """Step time / proven lower bound (floor) - 1. The value is `None` if no lower bound was proven."""
     num_moved: int | None
-    """Number of ranks that run on another device than under the first compared plan.
-
-    The number is `None` if the plans are for different machines.
-    """
+    """Number of ranks that run on another device than under the first plan. None = the machines differ."""
     faults: tuple[str, ...]
     """Reasons why the plan cannot run, one sentence each. No reasons mean that the plan can run."""
     remarks: tuple[str, ...]

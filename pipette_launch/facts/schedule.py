@@ -40,11 +40,8 @@ from pipette_launch.facts.layout import Layout
 
 Kind = Literal["F", "B", "I", "W"]
 Placement = Literal["loop", "v"]
-"""`loop`: stage c is on pipeline rank c % pp.
-
-`v`: chunk 0 puts stages on the ranks from first to last, and chunk 1 from last to first, so rank 0 has the first and
-the last stage.
-"""
+"""`loop`: stage c is on pipeline rank c % pp. `v`: chunk 0 puts stages on the ranks from first to last, and chunk 1
+from last to first, so rank 0 has the first and the last stage."""
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 FORWARD, BACKWARD, INPUT, WEIGHT = range(len(KINDS))
 """Indices of the kinds in `KINDS`."""
@@ -153,10 +150,7 @@ class Schedule:
     ranks: Ranks
     placement: Placement = "loop"
     times: PassTimes | None = None
-    """Expected times, which decide the order of messages over NCCL.
-
-    If the times are `None`, all passes take equal time.
-    """
+    """Expected times, which decide the order of messages over NCCL. None = all passes take equal time."""
 
     def __post_init__(self) -> None:
         pp, vpp, microbatches, stages = self.pp, self.vpp, self.num_microbatches, self.num_stages
@@ -266,15 +260,9 @@ class ScheduleFile:
     ranks: tuple[str, ...]
     """Actions of each pipeline rank, separated by blanks."""
     checks_first_step: bool = field(default=False, metadata=ADDED_LATER)
-    """True if Megatron's own schedule also runs the first step, to compare the results.
-
-    The comparison needs memory for both runs.
-    """
+    """True if Megatron's own schedule also runs the first step, to compare results. This needs memory for both runs."""
     times: PassTimes | None = field(default=None, metadata=ADDED_LATER)
-    """Expected times, which decide the order of messages over NCCL.
-
-    If the times are `None`, all passes take equal time.
-    """
+    """Expected times, as in `Schedule.times`."""
 
     @classmethod
     def of(cls, schedule: Schedule, *, checks_first_step: bool = False) -> ScheduleFile:
@@ -316,10 +304,7 @@ class Message(NamedTuple):
 
 
 Program = tuple["Action | Message", ...]
-"""Passes and messages of one rank, in order of execution.
-
-A message is a send on the rank `source`, and a receive on `target`.
-"""
+"""Passes and messages of one rank, in order of execution. A message is sent by `source`, and received by `target`."""
 
 
 def programs(
@@ -421,10 +406,7 @@ def _needed(action: Action, rank_S: Sequence[int]) -> Message | None:
 
 
 def starts(passes: Ranks, rank_S: Sequence[int], times: PassTimes) -> dict[Action, int]:
-    """Return the start time of each pass in nanoseconds, if messages do not wait for other messages.
-
-    Raise FactError if the ranks would wait for each other forever.
-    """
+    """Return the start (ns) of each pass if messages do not wait for other messages; FactError for a deadlock."""
     ends: dict[Message, int] = {}
     found: dict[Action, int] = {}
     clocks, at = [0] * len(passes), [0] * len(passes)
@@ -469,10 +451,7 @@ FOLDING_RELEASE = (0, 16)
 
 
 def schedule_names(given: str) -> tuple[str, ...]:
-    """Read `stock`, `all` or schedule names separated by commas.
-
-    Raise UsageError for a name that cannot be executed.
-    """
+    """Read `stock`, `all` or schedule names separated by commas; UsageError for a name that cannot be executed."""
     if given in ("stock", "all"):
         return EXECUTABLE if given == "all" else ()
     names = tuple(name.strip() for name in given.split(",") if name.strip())

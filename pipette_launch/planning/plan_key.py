@@ -20,10 +20,7 @@ STEERING = (
     # CPUs.
     *("ATEN_CPU_CAPABILITY", "KMP_", "MKL_", "OMP_", "ONEDNN_"),
 )
-"""Prefixes of environment variables that change speed or memory.
-
-Device UUIDs in the key replace CUDA_VISIBLE_DEVICES.
-"""
+"""Prefixes of environment variables that change speed or memory. Device UUIDs replace CUDA_VISIBLE_DEVICES."""
 LOGGING = ("DEBUG", "FILE", "LOG", "DUMP", "TRACE", "VERBOSE")
 """A variable whose name contains one of these words only steers logs. The key leaves out these variables."""
 FOLDERS = ("_DIR", "_DIRECTORY", "_PATH")

@@ -103,14 +103,8 @@ def decide(
 
     The job keeps a plan while all hosts with workers are present, even if a host on standby leaves. A lost host decides
     before the reports of other hosts, because workers there died only due to the loss. A lost host and a plan that
-    cannot start do not count as restarts (--max-restarts). Every other failure counts.
-
-    Args:
-        records: one record for each agent of the new round whose host can train.
-        hosts: unique host name of each record.
-        written: the user's own arguments of the script.
-        lost: hosts that can no longer train, each with the reason.
-
+    cannot start do not count as restarts (--max-restarts). Every other failure counts. `hosts` has the unique host name
+    of each record, `written` the user's own arguments, and `lost` the reason for each lost host.
     """
     before = (*held.hosts, *held.standby_hosts) if held else ()
     gone = tuple((host, (lost or {}).get(host, "")) for host in before if host not in hosts)

@@ -126,10 +126,7 @@ class Frontier:
         return quick + [one for one in lean if max(one.peak_bytes) <= most_bytes][:count]
 
     def over_the_limit(self, *, live: float) -> list[Promising]:
-        """Return layouts with several chunks that fit only with the share `live` of their activations.
-
-        The layouts are sorted by their bound under Megatron's own schedule.
-        """
+        """Return layouts of several chunks that fit only with the share `live` of activations, by rising bound."""
         order_N = self._order_N[self._base.columns.vpp[self._order_N] > 1]
         _, columns = self._base.variants(order_N[:OPENED_AT_ONCE])
         columns = columns.take(np.flatnonzero(~self._fits_N(columns) & self._fits_N(columns, live=live)))

@@ -137,10 +137,7 @@ def settled(problem: PlacementProblem, placement: Placement) -> Placed:
 
 
 def ordered(problem: PlacementProblem, placed: Placed, *, is_late: IsLate, thorough: bool) -> Placed:
-    """Choose the best order of devices for all hosts.
-
-    `thorough` also swaps pairs of devices while a swap saves time.
-    """
+    """Choose the best order of devices for all hosts; `thorough` also swaps pairs of devices while a swap helps."""
     devices = problem.slots.devices_per_host
     if not are_uneven(problem.cluster.within_host):
         return placed

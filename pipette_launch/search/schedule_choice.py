@@ -137,15 +137,8 @@ def best_scheduled(
 ) -> Choice | None:
     """Return the fastest choice under one of the named schedules; None if no schedule saves `GAIN`.
 
-    Args:
-        inputs: job and machines, for which `unsupported` is empty.
-        candidates: layouts priced under Megatron's own schedules.
-        over_the_limit: layouts that do not fit under Megatron's own schedules, but may fit under other schedules.
-        chosen: best choice under Megatron's own schedules, which another schedule must beat.
-        names: names of schedules, from `facts.known_schedules.EXECUTABLE`.
-        seed: seed of all random numbers.
-        is_late: function that returns true when the search must end.
-
+    `unsupported` must be empty. The layouts `over_the_limit` fit only under schedules that need less memory. `chosen`
+    is the best choice under Megatron's own schedules.
     """
     pipelined = [one for one in sorted(candidates, key=lambda one: one.placed.cost_s) if one.layout.pp > 1]
 

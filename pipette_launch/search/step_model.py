@@ -169,14 +169,8 @@ def tangents_of(
 ) -> Tangents:
     """Return critical paths (tangents) of the current pipelines, and of pipelines with slower stages or messages.
 
-    Args:
-        work: passes, messages and collectives of the layout.
-        durations_BD: seconds of the passes of every pipeline.
-        hops_JD: seconds of the messages between stages of every pipeline.
-        spread: range of a pipeline's times over the hosts.
-        most: maximum number of tangents; the first tangent always belongs to the slowest pipeline.
-        known: tangents from other placements, from which tangents may be chosen too.
-
+    The first of at most `most` tangents belongs to the slowest pipeline. Tangents of other placements, `known`, may be
+    chosen too.
     """
     durations_BN, hops_JN = _points(work, durations_BD, hops_JD, spread)
     duration_BC, hop_JC = critical_counts(work.engine, durations_BN, hops_JN)
@@ -401,12 +395,7 @@ def _add_aligned_gathers(builder: ProblemBuilder, view: View) -> None:
 def _add_rings(builder: ProblemBuilder, rings: list[_Rings], end_P: Floats, slope_P: Floats) -> None:
     """Add one family (a maximum): the end of each pipeline rank, which depends on the hosts that its links join.
 
-    Args:
-        builder: collects the problem.
-        rings: data-parallel rings of dense and of expert parameters, with their links.
-        end_P: current end of each pipeline rank in seconds.
-        slope_P: seconds by which the end of a pipeline rank moves for each second of the rank's slowest link.
-
+    `end_P` is the current end of each rank. A rank's end moves by `slope_P` for each second of the rank's slowest link.
     """
     offsets = []
     is_still_P = np.ones(len(end_P), dtype=bool)

@@ -165,7 +165,7 @@ class Order:
     @cached_property
     def columns(self) -> Columns:
         """Columns of `Schedule.columns`: actions of warm-up, then forward and backward in turn, then cool-down."""
-        # Micro-batch and chunk of each forward of a rank (facts.known_schedules.schedule_table).
+        # Micro-batch and chunk of each forward of a rank (facts.schedule.schedule_table).
         group = self.group_size if self.vpp > 1 else self.num_microbatches
         index_N = np.arange(self.num_microbatches * self.vpp)
         first_N = index_N // (group * self.vpp) * group
@@ -303,10 +303,7 @@ class Engine:
 
     @cached_property
     def place_A(self) -> Ints:
-        """Index in the engine's own order of each action of `graph`.
-
-        The last entry is an extra index for action -1, which means "no action" and ends at time 0.
-        """
+        """Index of each action of `graph` in the engine's own order; the last is for action -1, which ends at 0 s."""
         place_A = np.empty(len(self._order_A) + 1, dtype=np.int64)
         place_A[self._order_A] = np.arange(len(self._order_A))
         place_A[-1] = len(self._order_A)
@@ -336,12 +333,8 @@ class Engine:
     def drain_s_SR(self, durations_R: Floats, hops_R: Floats) -> Floats:
         """Return the end of each stage's last backward, after which the stage's gradients can be reduced.
 
-        The digits of a pipeline's result do not depend on the other pipelines in the call.
-
-        Args:
-            durations_R: `StageTimes.durations_s`, one column for each pipeline.
-            hops_R: `StageTimes.hops_s`, one column for each pipeline.
-
+        Each column has `StageTimes.durations_s` or `StageTimes.hops_s` of one pipeline. The digits of a pipeline's
+        result do not depend on the other pipelines in the call.
         """
         return self.ends_at(self.last_backward_S, durations_R, hops_R)
 
@@ -559,12 +552,9 @@ class _Start(Engine):
         self._shape = order
 
     def price(self, durations_R: Floats, hops_R: Floats) -> tuple[Floats, Ints, Floats]:
-        """Return the time of the schedule, and the period of its steady state.
+        """Return the result of `drain_s_SR`, the period of each pipeline's steady state, and the delay of a period.
 
-        Returns:
-            Ends of the stages' last backwards, as in `drain_s_SR`; the period of each pipeline in turns, 0 if no period
-            was found; and the delay of a period in seconds.
-
+        The period is a number of turns, 0 if no period was found.
         """
         places = np.concatenate([self.last_backward_S, *self._states])
         ends_XR = self.ends_at(places, durations_R, hops_R)

@@ -101,10 +101,7 @@ class StepEnd:
 
     @cached_property
     def update_s_PN(self) -> Floats:
-        """Seconds of optimizer and gathers of each pipeline rank.
-
-        All ranks start their optimizers together, after the gradient norm.
-        """
+        """Seconds of optimizer and gathers of each rank. All ranks start together, after the gradient norm."""
         return np.asarray(self.optimizer_s_PN + self.gather_after_s_PN)
 
     @property
@@ -351,10 +348,7 @@ def undominated(times_D: Floats) -> Ints:
 
 
 def stage_times(work: LayoutWork, prices: Prices) -> StageTimes:
-    """Return the seconds of passes and messages of the slowest replica.
-
-    Schedules that depend on times are built from the slowest replica's times.
-    """
+    """Return the seconds of passes and messages of the slowest replica, from which schedules by times are built."""
     durations_D, hops_D = pipelines(work, prices)
     stages = len(work.rank_S)
     slowest = int(durations_D[: 2 * stages].sum(axis=0).argmax())

@@ -153,10 +153,7 @@ def _stay(own: Pipelines, chains: _Chains) -> _Stay:
 
 
 def _last_s(seconds_UVP: Floats, passed_UP: Ints, own: Pipelines) -> Floats:
-    """Return the seconds of the last `passed_UP` backwards of a rank.
-
-    The backwards run through the chunks in the reverse order of the forwards.
-    """
+    """Return the seconds of a rank's last `passed_UP` backwards, which run through the chunks in reverse order."""
     chunks = seconds_UVP.shape[1]
     n_U1 = own.microbatches_U[:, None]
     before_UVP = _counts_UVP(n_U1 * chunks - passed_UP, own)[:, ::-1]

@@ -300,17 +300,10 @@ class Predictor:
         return (*assumed, *_unpriced(self._job, self._measurements.timed_flags))
 
     def step_time(self, layout: Layout, placement: Sequence[int], schedule: Schedule | None = None) -> StepTime:
-        """Predict the step of a layout on given slots.
+        """Predict the step of a layout for which `can_price` is true. `placement` is the RANK of each slot.
 
-        Args:
-            layout: layout for which `can_price` is true.
-            placement: RANK of each slot.
-            schedule: order of the passes; None = the schedule of stock Megatron.
-
-        Raises:
-            PlanError: the placement does not suit this layout or cluster, or compute times are missing.
-            LayoutError: the layout divides layers or batch unevenly.
-
+        Without `schedule`, Megatron's own schedule is used. Raises PlanError if the placement does not suit the layout
+        or the cluster, or if compute times are missing. Raises LayoutError if layers or batch are divided unevenly.
         """
         ranks = [int(rank) for rank in placement]
         if sorted(ranks) != list(range(self._slots_of(layout))):
@@ -326,9 +319,7 @@ class Predictor:
     def placement_cost(self, layout: Layout, schedule: Schedule | None = None) -> PlacementCost:
         """Return the function that predicts steps for placements of this layout, with the same digits as `step_time`.
 
-        Raises:
-            PlanError: the layout has another number of ranks than the cluster, or compute times are missing.
-
+        Raises PlanError if the layout has another number of ranks than the cluster, or if compute times are missing.
         """
         self._slots_of(layout)
         cost = self._placement_cost(layout)

@@ -71,12 +71,7 @@ class Content(NamedTuple):
 
 
 def contents_of(job: Job, columns: LayoutColumns) -> Content:
-    """Count the parts of each chunk, once for each layer split of layouts with the same pp and vpp.
-
-    Raises:
-        LayoutError: a layout splits the layers unevenly.
-
-    """
+    """Count the parts of chunks, once for each layer split of layouts with equal pp and vpp; LayoutError if uneven."""
     fields = ("layers_per_chunk", "chunks_after_mtp", "recompute")
     splits = columns.groups(*fields)
     shape = (len(splits.first_U), int(columns.vpp[0]), int(columns.pp[0]))
@@ -175,7 +170,7 @@ class Tables:
         world_N = columns.tp * columns.pp * columns.dp * columns.cp
         batch = self.job.batch.global_batch_size
         divides_N = batch % (columns.dp * columns.micro_batch_size) == 0
-        # Check the micro-batch groups by the rule of `facts.known_schedules.check_interleaving`.
+        # Check the micro-batch groups by the rule of `facts.schedule.check_interleaving`.
         microbatches_N = self.microbatches_N(columns)
         size_N = np.where(columns.microbatch_group_size > 0, columns.microbatch_group_size, columns.pp)
         rest_N = microbatches_N % size_N
@@ -324,10 +319,7 @@ class Tables:
 def _each(
     columns: LayoutColumns, rows: Ints, fields: tuple[Field, ...], known: Memo[T], make: Callable[[Layout], T]
 ) -> list[T]:
-    """Return a value for each row of layouts from the cache, which is keyed by `fields`.
-
-    Build a layout only if its value is not cached.
-    """
+    """Return a value for each row of layouts from the cache, keyed by `fields`. Build a layout only without a value."""
     keys = columns.values(rows, *fields)
     return [
         known.get(key, lambda: make(columns.layout(row)))  # noqa: B023 - called at once
@@ -442,10 +434,7 @@ class _Passes:
     def __init__(
         self, tables: Tables, columns: LayoutColumns, unit: UnitTimes, content: Content, crossing: UnitTimes | None
     ) -> None:
-        """Bound the pipelines.
-
-        If `crossing` is given, one unknown rank of each pipeline takes at least the times of `crossing`.
-        """
+        """Bound the pipelines. With `crossing`, one unknown rank of each pipeline takes at least these times."""
         microbatches_N = tables.microbatches_N(columns)
         first_U, self.group_N = grouped(unit.group_N, content.split_N, microbatches_N, columns.microbatch_group_size)
         kinds_UVP = content.kind_CVP[content.split_N[first_U]]

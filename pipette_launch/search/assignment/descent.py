@@ -352,18 +352,9 @@ def descend(
 
     The cost of a family is the cost of its largest group. So only a swap that shortens a family's largest group helps,
     and another group may then be the largest. The descent therefore replaces maxima by soft maxima, which become harder
-    step by step. The descent proposes seats by their share in the soft maxima. In each batch, the descent makes all
-    proposed swaps that lower the soft cost and share no flow.
-
-    Args:
-        flows: assignment problem to solve.
-        place_Q: initial place of each seat.
-        near_HK: numbers of K near places of each place.
-        steps: number of batches of proposals.
-        rng: generator of all random numbers.
-        is_late: function that returns true when the descent must end.
-        group_H: group of each place, if seats may only move inside a group of places.
-
+    step by step. The descent proposes seats by their share in the soft maxima. In each of `steps` batches, the descent
+    makes all proposed swaps that lower the soft cost and share no flow. `near_HK` has K near places of each place. With
+    `group_H`, seats may only move inside a group of places.
     """
     prices = SwapPrices(flows)
     best = here = prices.position(np.array(place_Q, dtype=np.int64))

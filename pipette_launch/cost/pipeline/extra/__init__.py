@@ -1,7 +1,7 @@
 """Pipeline schedules by name, with order, memory and time over NCCL, including schedules that Megatron lacks.
 
 The rest of pipette-launch imports the optional package `pipeline.extra` only through this module. A new schedule is a
-function that makes its order, and an entry in `SCHEDULES`. The function belongs to `facts.known_schedules` if a few
+function that makes its order, and an entry in `SCHEDULES`. The function belongs to `facts.schedule` if a few
 counts decide the order, and to `drafts` if the times of the stages decide the order.
 """
 
@@ -160,23 +160,13 @@ def named_schedule(
     times: StageTimes | None = None,
     held_S: Sequence[float] | None = None,
 ) -> Schedule:
-    """Return a schedule by its name.
+    """Return the schedule `name` of `SCHEDULES`, with `vpp` chunks on each of `pp` ranks.
 
-    Args:
-        name: name of the schedule in `SCHEDULES`.
-        pp: pipeline ranks.
-        vpp: chunks of each rank.
-        num_microbatches: micro-batches of one step.
-        group_size: micro-batches that a rank runs through one chunk before its next chunk; None = pp.
-        times: times of the stages, with input and weight gradients separate. None = equal times, for schedules whose
-            order depends on times. If times are given, gis and interleaved-zb place their weight gradients (W) again.
-        held_S: memory of each stage for one micro-batch, in any unit; None = equal parts of one micro-batch.
-
-    Raises:
-        LayoutError: no such schedule exists for these numbers; the message gives the reason.
-        FactError: times or sizes contradict each other, or no order of passes stays within the schedule's known peak
-        memory.
-
+    A rank runs `group_size` micro-batches through one chunk before its next chunk (None = pp). `times` have separate
+    input and weight gradients (None = equal times). If times are given, gis and interleaved-zb place their weight
+    gradients (W) again. `held_S` is the memory of each stage for one micro-batch, in any unit (None = equal parts).
+    Raises LayoutError with the reason if no schedule exists for these numbers. Raises FactError if times or sizes
+    contradict each other, or if no order of passes stays within the schedule's known peak memory.
     """
     known = _checked(name, pp, vpp, num_microbatches, group_size)
     counts = pp, vpp, num_microbatches, pp if group_size is None else group_size
@@ -224,10 +214,7 @@ def _checked(name: str, pp: int, vpp: int, num_microbatches: int, group_size: in
 def most_kept(
     name: str, held_S: Sequence[float], pp: int, vpp: int, num_microbatches: int, group_size: int
 ) -> tuple[float, ...]:
-    """Return the known peak memory of each rank under a named schedule, in the unit of `held_S`.
-
-    `held_S` is the memory of each stage for one micro-batch.
-    """
+    """Return each rank's known peak memory under a schedule, from the memory of each stage for one micro-batch."""
     known = SCHEDULES[name]
     held_P = [0.0] * pp
     for stage, held in enumerate(held_S[: pp * vpp]):
@@ -242,16 +229,9 @@ def peak_live_bytes(
     """Return the most bytes that each rank's stages hold for micro-batches whose backward is not done.
 
     Only the order of passes matters. A forward (F) allocates the bytes of its stage, a backward (B) frees these bytes,
-    and an input gradient (I) frees all but the bytes that the weight gradient (W) needs. For schedules of stock
-    Megatron the result equals `cost.memory.peak.peak_live_bytes` on every rank.
-
-    Args:
-        schedule: the schedule.
-        chunk_bytes: bytes that each stage keeps for one micro-batch, in model order.
-        waiting_bytes: bytes that each stage's weight gradients still need when the input gradient is done: 32 of the
-            34 + 5as/h bytes of a layer in Korthikanti et al. 2022, equation 1 (a fully recomputed layer keeps 2);
-            None = all of `chunk_bytes`.
-
+    and an input gradient (I) frees all but the bytes that the weight gradient (W) needs. These `waiting_bytes` are 32
+    of the 34 + 5as/h bytes of a layer in Korthikanti et al. 2022, equation 1 (a fully recomputed layer keeps 2). None =
+    all of `chunk_bytes`. For Megatron's own schedules the result equals `cost.memory.peak.peak_live_bytes`.
     """
     waiting_bytes = chunk_bytes if waiting_bytes is None else waiting_bytes
     kept_S, for_weight_S = np.array(chunk_bytes, dtype=np.int64), np.array(waiting_bytes, dtype=np.int64)

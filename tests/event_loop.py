@@ -37,7 +37,6 @@ def drawn_stages(stages: int, rng: random.Random) -> StageTimes:
         first_forward_s=draw(stages, 1) if rng.random() < 0.5 else (),
         input_s=draw(stages, 1),
         weight_s=draw(stages, 1),
-        recompute_s=draw(stages, 0) if rng.random() < 0.5 else (),
     )
 
 
@@ -104,11 +103,10 @@ class EventLoop:
     def seconds_of(self, action: Action) -> float:
         """How long the action takes."""
         stage, times = action.stage, self.times
-        again = times.recompute_s[stage] if times.recompute_s else 0.0
         if action.kind == "B":
-            return again + times.backward_s[stage]
+            return times.backward_s[stage]
         if action.kind == "I":
-            return again + times.input_s[stage]
+            return times.input_s[stage]
         if action.kind == "W":
             return times.weight_s[stage]
         first = times.first_forward_s or times.forward_s

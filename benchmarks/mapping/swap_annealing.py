@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipette_launch.search.assignment.descent import Arrangement, Flows, Ints, Position, SwapPrices
+from pipette_launch.search.assignment.descent import Flows, Ints, Position, SwapPrices
 
 NEAREST = 8
 """Number of near places from which an informed proposal chooses."""
@@ -18,7 +18,7 @@ HOT, COLD = 0.05, 0.003
 """Temperatures of a round, in parts of the typical rise of an informed swap at the start."""
 
 
-def annealed(flows: Flows, start_Q: Ints, *, moves: int, rng: np.random.Generator) -> Arrangement:
+def annealed(flows: Flows, start_Q: Ints, *, moves: int, rng: np.random.Generator) -> Position:
     """Anneal in rounds of doubling length, each from the best so far, until the given number of swaps was priced.
 
     Args:
@@ -43,7 +43,7 @@ def annealed(flows: Flows, start_Q: Ints, *, moves: int, rng: np.random.Generato
             if priced >= moves:
                 break
         batches *= 2
-    return Arrangement(place_Q=best.place_Q, cost_s=best.cost_s)
+    return best
 
 
 def _nearest(flows: Flows) -> Ints:

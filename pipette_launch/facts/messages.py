@@ -109,11 +109,6 @@ class ExecutedMemory:
     notes: tuple[str, ...]
     """Differences between the executed job and the real one, one sentence each."""
 
-    @property
-    def static(self) -> int:
-        """Bytes of weights, gradients and optimizer, which are always present."""
-        return self.weights + self.gradients + self.optimizer
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionAnswer:

@@ -54,7 +54,6 @@ class Frontier:
     def __init__(self, inputs: SearchInputs, base: BaseLayouts, bounds: BoundColumns) -> None:
         """Compute a rough lower bound of the step time of every base layout."""
         self._inputs, self._base, self._bounds = inputs, base, bounds
-        self._is_late: IsLate = lambda: False
         self.dropped: Counter[str] = Counter()
         bare = base.columns.without_recompute()
         with_and_without = (replace(bare, sequence_parallel=np.full(len(bare), flag)) for flag in (0, 1))
@@ -74,10 +73,6 @@ class Frontier:
         self._lean: list[Layout] = []
         self._limits: dict[tuple[int, int], int] = {}
 
-    def hurry_when(self, is_late: IsLate) -> None:
-        """Stop listing the variants of base layouts once `is_late` returns true."""
-        self._is_late = is_late
-
     def dive(self, count: int, *, below_s: float = math.inf) -> list[Promising]:
         """Return layouts that fit: up to `count` with the quickest flags, and `count` / 2 with the leanest flags.
 
@@ -91,9 +86,9 @@ class Frontier:
         self._quick = [layout for layout in self._quick if layout not in found]
         return self._fitting_ones([*found, *_unlike(self._lean, count // 2)])
 
-    def take(self, count: int, *, below_s: float = math.inf) -> list[Promising]:
-        """Return the next layouts, at most `count`, whose bounds are below a step time."""
-        while self._next_rough_s < min(below_s, self._next_ready_s) and not self._is_late():
+    def take(self, count: int, *, below_s: float = math.inf, is_late: IsLate = lambda: False) -> list[Promising]:
+        """Return at most `count` next layouts with bounds below a step time; no variants are listed after `is_late`."""
+        while self._next_rough_s < min(below_s, self._next_ready_s) and not is_late():
             hopeful = bisect.bisect_left(self._rough, below_s)
             stop = min(self._num_opened + OPENED_AT_ONCE, hopeful)
             first_unsure = bisect.bisect_left(self._rough, RARELY_RULED_OUT * below_s, self._num_opened, stop)

@@ -19,6 +19,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
+from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.facts import ComputeCase, Job, Layout, Recompute
 from pipette_launch.facts.co_location import Domains
@@ -357,12 +358,11 @@ def compute_cases(own: Layout, found: LayoutColumns) -> tuple[ComputeCase, ...]:
     cases = [ComputeCase(tp=tp, cp=cp, micro_batch_size=size) for tp, cp, size in zip(*shapes, strict=True)]
     count = dict(zip(cases, sizes, strict=True))
 
-    def doublings(case: ComputeCase) -> float:
-        return math.log2(case.tp) + math.log2(case.cp) + abs(math.log2(case.micro_batch_size) - 1)
+    def distance(case: ComputeCase) -> tuple[float, int, ComputeCase]:
+        doublings = math.log2(case.tp) + math.log2(case.cp) + abs(math.log2(case.micro_batch_size) - 1)
+        return doublings, -count[case], case
 
-    first = ComputeCase(tp=own.tp, cp=own.cp, micro_batch_size=own.micro_batch_size)
-    rest = sorted(cases, key=lambda case: (doublings(case), -count[case], case))
-    return tuple(dict.fromkeys((first, *rest)))
+    return tuple(dict.fromkeys((case_of(own), *sorted(cases, key=distance))))
 
 
 def _dense_degrees(rules: Rules, world_size: int, dropped: Counter[str]) -> Iterator[tuple[int, int, int, int]]:
@@ -439,7 +439,7 @@ class _ChunksAndBatches:
         the speed, so a layer takes longer relative to the head.
         """
         job = self._rules.job
-        own = ComputeCase(tp=tp, cp=job.own.cp, micro_batch_size=job.own.micro_batch_size)
+        own = replace(case_of(job.own), tp=tp)
         cases = (own, replace(own, micro_batch_size=MANY_TIMES * own.micro_batch_size))
         found = [parts for case in cases if self._table and (parts := self._table.part_seconds(case))]
         return tuple(by_parts(job.model, parts) for parts in found) or (by_flops(job.model),)

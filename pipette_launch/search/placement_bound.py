@@ -362,17 +362,8 @@ _ROUNDING = 1e-12
 _EQUAL = 1e-9
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bound:
-    """A lower bound over all placements of a layout."""
-
-    seconds: float
-    words: str
-    """Reason for the bound, as a sentence without a full stop."""
-
-
-def placement_bound_s(model: PlacementCost) -> Bound:
-    """Bound the step time of a layout over all its placements."""
+def placement_bound_s(model: PlacementCost) -> tuple[float, str]:
+    """Return a lower bound of a layout's step over all placements, and its reason as a sentence without a full stop."""
     # The first trial has the best link and the fastest slot everywhere. Each argument raises some prices of this trial.
     slowness_P1 = np.full((model.work.layout.pp, 1), model.slowness_W.min())
     best, places = best_prices(model.work, model.fabric, slowness_P1), ring_bounds.Places.of(model)
@@ -394,7 +385,7 @@ def placement_bound_s(model: PlacementCost) -> Bound:
         # The plan's reason for the bound is the first argument that gives the largest bound.
         found.append((most_s, next(words for seconds, words in bounds if seconds >= most_s * (1 - _EQUAL))))
     least_s, words = min(found, key=lambda pair: pair[0])
-    return Bound(seconds=least_s * (1 - _ROUNDING) * model.factor, words=words)
+    return least_s * (1 - _ROUNDING) * model.factor, words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -331,7 +331,7 @@ class Ring:
         work = self.tour.places.model.work
         return (
             self._beyond(work.reduce_kind, work.gradient_bytes_S2[:, self.column], slowest_s),
-            self._beyond(work.gather_kind, work.parameter_bytes_S2[:, self.column], slowest_s),
+            self._beyond("all_gather", work.parameter_bytes_S2[:, self.column], slowest_s),
         )
 
     def _beyond(self, kind: Collective, bytes_S: Floats, slowest_s: float) -> Floats:

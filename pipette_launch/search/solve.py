@@ -102,13 +102,12 @@ class SearchLoop:
             first = (self._frontier.dive(1) or self._frontier.take(1))[:1]
         for one in first:
             self._keep(price(inputs, one, is_late=self._is_late))
-        self._frontier.hurry_when(self._is_late)
         if not self._is_late():
             self._price(self._frontier.dive(FIRST_BATCH, below_s=self._best_s()))
             self._surround()
             self._place(WHILE_PRICING)
         size = FIRST_BATCH if inputs.cluster.num_slots <= MANY_SLOTS else FIRST_BATCH_MANY
-        while batch := self._frontier.take(size, below_s=self._best_s()):
+        while batch := self._frontier.take(size, below_s=self._best_s(), is_late=self._is_late):
             self._price(batch, beat_s=self._best_s())
             self._surround()
             self._place(WHILE_PRICING)
@@ -206,8 +205,8 @@ class SearchLoop:
     def _sharpened(self, one: Candidate) -> Candidate:
         """Raise a layout's bound once, by the links that its ranks must use; this is faster than pricing placements."""
         if not one.bound_reason:
-            bound = placement_bound_s(self._inputs.predictor.placement_cost(one.layout))
-            one = replace(one, bound_s=max(bound.seconds, one.bound_s), bound_reason=bound.words)
+            bound_s, reason = placement_bound_s(self._inputs.predictor.placement_cost(one.layout))
+            one = replace(one, bound_s=max(bound_s, one.bound_s), bound_reason=reason)
             self._pool[one.layout] = one
         return one
 

@@ -332,7 +332,7 @@ def _rings(view: View, *, gathers: bool) -> Iterator[_Rings]:
     pipeline ranks share a matrix.
     """
     work, groups, num_hosts = view.model.work, view.model.groups, view.num_hosts
-    kind = work.gather_kind if gathers else work.reduce_kind
+    kind = "all_gather" if gathers else work.reduce_kind
     sizes_S2 = work.parameter_bytes_S2 if gathers else work.gradient_bytes_S2
     for ranks_GK, column in ((groups.dp_cp, 0), (groups.expert_dp, 1)):
         links = view.links(kind, ranks_GK)

@@ -92,9 +92,8 @@ def test_what_cannot_win_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_once_it_is_late_nothing_more_is_opened() -> None:
     """The bound of unopened layouts still counts."""
     frontier, _, _ = opened(tiny_job(4))
-    frontier.hurry_when(lambda: True)
 
-    assert frontier.take(3) == []
+    assert frontier.take(3, is_late=lambda: True) == []
     assert 0 < frontier.least_s < math.inf
 
 

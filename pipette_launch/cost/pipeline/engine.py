@@ -47,7 +47,7 @@ class StageTimes:
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
-    """Seconds of the whole backward of one micro-batch on each stage, without recompute."""
+    """Seconds of the whole backward of one micro-batch on each stage, with recompute."""
     forward_hop_s: tuple[float, ...]
     """Seconds of a message from stage s to s + 1 (S - 1 entries); ignored if both stages are on one rank."""
     backward_hop_s: tuple[float, ...]
@@ -58,17 +58,12 @@ class StageTimes:
     """Seconds of the input gradient on each stage, for schedules that split the backward; empty = unknown."""
     weight_s: tuple[float, ...] = ()
     """Seconds of the weight gradients on each stage, for schedules that split the backward; empty = unknown."""
-    recompute_s: tuple[float, ...] = ()
-    """Seconds of recompute on each stage, which starts when the backward's gradient has arrived; empty = no
-    recompute."""
 
     @property
     def durations_s(self) -> list[float]:
         """Seconds of all stages' forwards, backwards, first forwards and, if known, input and weight gradients."""
-        again = self.recompute_s or (0.0,) * len(self.forward_s)
-        backward_s = [more + seconds for more, seconds in zip(again, self.backward_s, strict=True)]
-        input_s = [more + seconds for more, seconds in zip(again, self.input_s, strict=True)] if self.input_s else []
-        return [*self.forward_s, *backward_s, *(self.first_forward_s or self.forward_s), *input_s, *self.weight_s]
+        first_s = self.first_forward_s or self.forward_s
+        return [*self.forward_s, *self.backward_s, *first_s, *self.input_s, *self.weight_s]
 
     @property
     def hops_s(self) -> list[float]:

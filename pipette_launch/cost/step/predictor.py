@@ -145,7 +145,7 @@ class PlacementCost:
         reduce_s, gather_s = (np.zeros((layout.num_chunks, len(slot_KW))) for _ in range(2))
         uses = [(reduce_s, work.reduce_kind, work.gradient_bytes_S2)]
         if layout.use_distributed_optimizer:
-            uses.append((gather_s, work.gather_kind, work.parameter_bytes_S2))
+            uses.append((gather_s, "all_gather", work.parameter_bytes_S2))
         for ranks_GM, column in ((self.groups.dp_cp, 0), (self.groups.expert_dp, 1)):
             if ranks_GM.shape[1] == 1 or not any(sizes_S2[:, column].any() for _, _, sizes_S2 in uses):
                 continue
@@ -196,7 +196,7 @@ def best_prices(work: LayoutWork, fabric: Fabric, slowness_PK: Floats) -> Prices
         forward_hop_s_PD=hop_PK,
         backward_hop_s_PD=hop_PK,
         reduce_s_SK=once_a_step_SK(work.reduce_kind, work.gradient_bytes_S2),
-        gather_s_SK=once_a_step_SK(work.gather_kind, work.parameter_bytes_S2),
+        gather_s_SK=once_a_step_SK("all_gather", work.parameter_bytes_S2),
         embedding_s_K=np.array([fabric.bound_s("all_reduce", 2, tied) if tied else 0.0]),
     )
 

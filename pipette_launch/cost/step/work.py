@@ -53,7 +53,6 @@ class LayoutWork:
     gradient_bytes_S2: Floats
     parameter_bytes_S2: Floats
     reduce_kind: Collective
-    gather_kind: Collective
     aligns_gathers: bool
     """True if overlapped parameter gathers start on all pipeline ranks at once."""
     loss_s: float
@@ -89,7 +88,6 @@ class LayoutWork:
             gradient_bytes_S2=np.array(traffic.gradient_bytes, dtype=np.float64),
             parameter_bytes_S2=np.array(traffic.parameter_bytes, dtype=np.float64),
             reduce_kind="reduce_scatter" if layout.use_distributed_optimizer else "all_reduce",
-            gather_kind="all_gather",
             aligns_gathers=aligns_gathers(job, layout.vpp),
             loss_s=loss_s,
             expert_dp=expert_dp(layout),

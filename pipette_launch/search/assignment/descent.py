@@ -163,14 +163,6 @@ class ProblemBuilder:
         )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Arrangement:
-    """An assignment of seats to places, and its cost in seconds."""
-
-    place_Q: Ints
-    cost_s: float
-
-
 def _frozen(values: ArrayLike, dtype: type[np.generic]) -> NDArray[np.generic]:
     """Return the array itself if the array is read-only, else a read-only copy."""
     array = np.asarray(values, dtype=dtype, order="C")
@@ -347,7 +339,7 @@ def descend(
     rng: np.random.Generator,
     is_late: Callable[[], bool],
     group_H: Ints | None = None,
-) -> Arrangement:
+) -> Position:
     """Search for a cheaper assignment near a given assignment, and return the cheapest one seen.
 
     The cost of a family is the cost of its largest group. So only a swap that shortens a family's largest group helps,
@@ -372,7 +364,7 @@ def descend(
         here = there or here
         if here.cost_s < best.cost_s:
             best = here
-    return Arrangement(place_Q=best.place_Q, cost_s=best.cost_s)
+    return best
 
 
 def _spread(flows: Flows, here: Position) -> float:

@@ -163,14 +163,6 @@ def test_equals_a_naive_event_loop(pp: int, vpp: int, microbatches: int, kind: s
     assert EventLoop(schedule, times).run() == ends
 
 
-def test_a_recompute_comes_before_each_backward() -> None:
-    """Half a second more for each backward of one stage, whole or split."""
-    plain = equal_stages(1, forward_s=1.0, backward_s=2.0)
-    again = dataclasses.replace(plain, recompute_s=(0.5,))
-    for schedule in (no_pipelining(3), interleaved_zero_bubble(1, 1, 3)):
-        assert simulate(schedule, plain).makespan_s + 3 * 0.5 == simulate(schedule, again).makespan_s
-
-
 def test_the_turn_of_a_v_is_free() -> None:
     """Both stages are on one rank: no message is sent, for any time of the hop."""
     schedule = v_of_one_by_one(2, 1)

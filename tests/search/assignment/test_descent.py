@@ -13,7 +13,7 @@ from search.problems import any_flows, ring_and_path
 from search.toys import after, never
 
 from pipette_launch.search.assignment import descent
-from pipette_launch.search.assignment.descent import Arrangement, Flows, Position, ProblemBuilder, SwapPrices, descend
+from pipette_launch.search.assignment.descent import Flows, Position, ProblemBuilder, SwapPrices, descend
 
 
 def by_hand(flows: Flows, place: list[int]) -> float:
@@ -187,7 +187,7 @@ def descended(
     is_late: Callable[[], bool] = never,
     steps: int = 60,
     group_H: np.ndarray | None = None,
-) -> Arrangement:
+) -> Position:
     """From the identity, with every place near to every other."""
     size = flows.num_seats
     near_HK = np.array([[other for other in range(size) if other != place] for place in range(size)])

@@ -25,6 +25,7 @@ from benchmarks.telling import processor
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.search.candidates import SearchInputs, placement_problem
 from pipette_launch.search.frontier import Frontier
 from pipette_launch.search.layouts import base_layouts
@@ -74,7 +75,7 @@ def job_of(model: str) -> Job:
 def run_one(network: str, model: str, seed: int) -> Row:
     """Plan, then try everything that could be faster."""
     job = job_of(model)
-    found = base_layouts(job, world_size=HOSTS * DEVICES, devices_per_host=DEVICES, device_kind="cuda")
+    found = base_layouts(job, world_size=HOSTS * DEVICES, domains=Domains(devices_per_host=DEVICES), device_kind="cuda")
     spec = MACHINES[MACHINE].spec
     measured = imagined(job, spec, num_hosts=HOSTS, devices_per_host=DEVICES, layouts=found.layouts)
     measured = with_network(measured, NETWORKS[network](HOSTS, np.random.default_rng([seed, HOSTS])))
@@ -106,7 +107,6 @@ def try_all(job: Job, measured: Measurements, plan: Plan) -> tuple[int, float, L
     found = base_layouts(
         job,
         world_size=HOSTS * DEVICES,
-        devices_per_host=DEVICES,
         device_kind="cuda",
         table=inputs.predictor.compute,
         domains=inputs.domains,

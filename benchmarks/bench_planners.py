@@ -23,6 +23,7 @@ from benchmarks.rivals.pick import PlannerOptions
 from benchmarks.telling import shown
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.facts import Measurements
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.search.layouts import base_layouts
 
 GPUS = (64, 128, 512)
@@ -51,7 +52,9 @@ class Bench:
         hosts = int(gpus) // DEVICES_PER_HOST
         job = job_of(model, MACHINES[machine], int(gpus))
         if self._imagined is None or self._imagined[0] != (machine, model, gpus):
-            found = base_layouts(job, world_size=int(gpus), devices_per_host=DEVICES_PER_HOST, device_kind="cuda")
+            found = base_layouts(
+                job, world_size=int(gpus), domains=Domains(devices_per_host=DEVICES_PER_HOST), device_kind="cuda"
+            )
             measured = imagined(
                 job,
                 MACHINES[machine].spec,

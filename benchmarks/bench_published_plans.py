@@ -29,6 +29,7 @@ from pipette_launch.cost.memory.overhead import allowed_bytes
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job, Layout
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.search.layouts import base_layouts
 
@@ -58,7 +59,7 @@ def published() -> Iterator[tuple[str, Job, Machines]]:
 def run(job: Job, machines: Machines, setting: Setting) -> tuple[Duel, float, bool]:
     """Plan one job by everybody; and the step of the published layout, and whether it fits."""
     hosts, devices = machines.num_hosts, machines.devices_per_host
-    found = base_layouts(job, world_size=hosts * devices, devices_per_host=devices, device_kind="cuda")
+    found = base_layouts(job, world_size=hosts * devices, domains=Domains(devices_per_host=devices), device_kind="cuda")
     layouts = (*found.layouts, job.own)
     measured = imagined(job, machines.device, num_hosts=hosts, devices_per_host=devices, layouts=layouts)
     options = PlannerOptions(

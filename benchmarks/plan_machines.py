@@ -11,6 +11,7 @@ import numpy as np
 from benchmarks.gpt import gpt_job
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.facts import Job, Layout, Links, Measurements
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.known_devices import device_named
 from pipette_launch.search.layouts import base_layouts
 
@@ -62,7 +63,7 @@ def job_of(hosts: int) -> Job:
 def measured(job: Job, hosts: int) -> Measurements:
     """Measurements that a warm-up would make, with random links and speeds."""
     slots = hosts * DEVICES_PER_HOST
-    found = base_layouts(job, world_size=slots, devices_per_host=DEVICES_PER_HOST, device_kind="cuda")
+    found = base_layouts(job, world_size=slots, domains=Domains(devices_per_host=DEVICES_PER_HOST), device_kind="cuda")
     equal = imagined(
         job,
         device_named("A100-80GB"),

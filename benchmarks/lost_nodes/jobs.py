@@ -9,6 +9,7 @@ from pipette_launch.cost.compute.carried_over import with_extrapolated_times
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.facts import Job, Layout, Measurements
 from pipette_launch.facts.accelerators import DeviceSpec
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.known_devices import device_named
 from pipette_launch.facts.measurements import without_hosts
 from pipette_launch.search.fallback_plans import with_cases_of
@@ -77,7 +78,7 @@ def machines(case: Case) -> Measurements:
     """Equal hosts with equal links, as a warm-up would have measured them."""
     job = case.job(case.hosts)
     world = case.hosts * DEVICES_PER_HOST
-    found = base_layouts(job, world_size=world, devices_per_host=DEVICES_PER_HOST, device_kind="cuda")
+    found = base_layouts(job, world_size=world, domains=Domains(devices_per_host=DEVICES_PER_HOST), device_kind="cuda")
     return imagined(job, device(), num_hosts=case.hosts, devices_per_host=DEVICES_PER_HOST, layouts=found.layouts)
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pipette_launch.agent.controller import WorkerCommand
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import ComputeCase, Host, Job, files, schedule
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.health import DeviceCondition
 from pipette_launch.facts.messages import Decision
 from pipette_launch.launch.cache import CLUSTER
@@ -70,7 +71,8 @@ def probe_options(
     kind = hosts[0].devices[0].kind
     # First list the compute cases (layers to time) of layouts on the training hosts, then of layouts on all hosts.
     sizes = dict.fromkeys((len(hosts) if num_training is None else num_training, len(hosts)))
-    legal = (base_layouts(job, world_size=size * devices, devices_per_host=devices, device_kind=kind) for size in sizes)
+    domains = Domains(devices_per_host=devices)
+    legal = (base_layouts(job, world_size=size * devices, device_kind=kind, domains=domains) for size in sizes)
     cases = tuple(dict.fromkeys(case for one in legal for case in compute_cases(job.own, one.columns)))
     script = own_script(options)
     return WarmupOrder(

@@ -19,6 +19,7 @@ from pipette_launch.cost.learned import NOTHING_LEARNED, Corrections, correction
 from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEARCH_BUDGET_S, SEED
 from pipette_launch.errors import OptionError
 from pipette_launch.facts import Choice, Job, Layout, Measurements, Plan, Provenance, Setting
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.fabric import FabricSpec
 from pipette_launch.facts.known_devices import DeviceFile
 from pipette_launch.facts.outcome import Outcome
@@ -245,8 +246,8 @@ def _measurements(machines: TargetMachines, job: Job) -> Measurements:
     """Return the measurements. Imagined machines get a time for every compute case and group that a layout may need."""
     if machines.measured is not None:
         return machines.measured
-    size, kind = machines.devices_per_host, machines.kind
-    found = base_layouts(job, world_size=machines.world_size, devices_per_host=size, device_kind=kind)
+    domains = Domains(devices_per_host=machines.devices_per_host)
+    found = base_layouts(job, world_size=machines.world_size, device_kind=machines.kind, domains=domains)
     own = () if found.own_fault else (job.own,)
     imagined = machines.measurements(job, (*own, *_needed_layouts(found, job.own)))
     assert imagined is not None, "machines of a known type are always imagined"
@@ -317,8 +318,8 @@ def priced_anew(
     def priced(one: Choice) -> Choice:
         if not inputs.predictor.can_price(one.layout):
             return one
-        bound, peaks, layout = (one.bound_s, one.bound_reason), one.peak_memory_bytes, one.layout
-        return choice_of(inputs, layout, one.placement, priced=layout, peaks=peaks, bound=bound, schedule=one.order)
+        bound, peaks = (one.bound_s, one.bound_reason), one.peak_memory_bytes
+        return choice_of(inputs, one.layout, one.placement, peaks=peaks, bound=bound, schedule=one.order)
 
     return replace(plan, chosen=priced(plan.chosen), alternatives=tuple(map(priced, plan.alternatives)))
 

@@ -206,12 +206,12 @@ def _own_choice(inputs: SearchInputs, candidates: Sequence[Candidate]) -> tuple[
     except LayoutError:
         # Megatron refuses the user's own layout. The plan gives the reason from `SearchInputs.own_fault`.
         peaks = inputs.predictor.peaks(priced)
-    return choice_of(inputs, own, placement, priced=priced, peaks=peaks, bound=bound), basis
+    return choice_of(inputs, own, placement, peaks=peaks, bound=bound, priced=basis), basis
 
 
 def _to_choice(inputs: SearchInputs, one: Candidate) -> Choice:
     bound = (one.bound_s, one.bound_reason)
-    return choice_of(inputs, one.layout, one.placed.placement, priced=one.layout, peaks=one.peak_bytes, bound=bound)
+    return choice_of(inputs, one.layout, one.placed.placement, peaks=one.peak_bytes, bound=bound)
 
 
 def choice_of(
@@ -219,16 +219,16 @@ def choice_of(
     layout: Layout,
     placement: Placement,
     *,
-    priced: Layout,
     peaks: tuple[int, ...],
     bound: tuple[float, str],
+    priced: Layout | None = None,
     schedule: ScheduleFile | None = None,
 ) -> Choice:
-    """Return a layout as a choice of a plan, with the predicted step time of the layout `priced`.
+    """Return a layout as a choice of a plan, with the predicted step time of the layout itself, or of `priced`.
 
-    If `priced` is another layout, or the schedule is not Megatron's own, later jobs learn nothing from this choice.
+    If `priced` is given, or the schedule is not Megatron's own, later jobs learn nothing from this choice.
     """
-    step = inputs.predictor.step_time(priced, placement, schedule.schedule() if schedule else None)
+    step = inputs.predictor.step_time(priced or layout, placement, schedule.schedule() if schedule else None)
     bound_s, bound_reason = bound
     choice = Choice(
         layout=layout,
@@ -244,7 +244,7 @@ def choice_of(
         bound_reason=bound_reason,
         rate=Rate.of(inputs.job, layout, step.total_s, inputs.cluster),
     )
-    if priced != layout or schedule is not None:
+    if priced is not None or schedule is not None:
         return choice
     return replace(
         choice,

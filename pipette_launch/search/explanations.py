@@ -376,10 +376,5 @@ def _num_fitting(inputs: SearchInputs, found: BaseLayouts) -> int:
 
 
 def _legal(job: Job, inputs: SearchInputs, world_size: int) -> BaseLayouts:
-    return base_layouts(
-        job,
-        world_size=world_size,
-        devices_per_host=inputs.cluster.devices_per_host,
-        device_kind=inputs.cluster.device_kind,
-        domains=inputs.domains.first(world_size // inputs.cluster.devices_per_host),
-    )
+    domains = inputs.domains.first(world_size // inputs.cluster.devices_per_host)
+    return base_layouts(job, world_size=world_size, device_kind=inputs.cluster.device_kind, domains=domains)

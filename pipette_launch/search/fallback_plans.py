@@ -305,13 +305,8 @@ def with_cases_of(job: Job, measurements: Measurements) -> Measurements:
     layout of the job is legal on these hosts.
     """
     cluster = measurements.cluster
-    found = base_layouts(
-        job,
-        world_size=cluster.num_slots,
-        devices_per_host=cluster.devices_per_host,
-        device_kind=cluster.device_kind,
-        domains=Domains.of(cluster),
-    )
+    domains = Domains.of(cluster)
+    found = base_layouts(job, world_size=cluster.num_slots, device_kind=cluster.device_kind, domains=domains)
     if not len(found):
         # Raise the error here, because `solve` would first spend time on remedies.
         raise LayoutError(next(iter(found.dropped), f"no layout is legal on {cluster.num_slots} ranks"))
@@ -337,14 +332,8 @@ def placed_anew(inputs: SearchInputs, choice: Choice, *, seed: int, is_late: IsL
         placed, _ = begin(problem, is_late=is_late)
     if not (placed.is_optimal or is_late()):
         placed = improved_once(problem, placed, rng=random.Random(seed), is_late=is_late)
-    return choice_of(
-        inputs,
-        layout,
-        placed.placement,
-        priced=layout,
-        peaks=inputs.predictor.peaks(layout),
-        bound=(problem.bound_s, ""),
-    )
+    peaks, bound = inputs.predictor.peaks(layout), (problem.bound_s, "")
+    return choice_of(inputs, layout, placed.placement, peaks=peaks, bound=bound)
 
 
 def _reason(error: PipetteError) -> str:

@@ -294,26 +294,17 @@ def base_layouts(
     job: Job,
     *,
     world_size: int,
-    devices_per_host: int,
     device_kind: str,
+    domains: Domains,
     table: ComputeTable | None = None,
-    domains: Domains | None = None,
 ) -> BaseLayouts:
     """List the legal degrees, layer splits and micro-batches of a job.
 
     TP larger than a host is legal in Megatron and is listed, because the cost model prices the slow links. If there are
-    more than `MOST` base layouts, some are set aside and counted.
-
-    Args:
-        job: job with the user's own layout and the pinned fields.
-        world_size: ranks of the job.
-        devices_per_host: slots of one host.
-        device_kind: `cuda` or `cpu`.
-        table: measured times, by which uneven stages are balanced; None = use FLOPs.
-        domains: hosts and NVLink domains; None if unknown.
-
+    more than `MOST` base layouts, some are set aside and counted. The times in `table` balance uneven stages (None =
+    use FLOPs).
     """
-    rules = Rules.of(job, device_kind=device_kind, rooms=domains or Domains(devices_per_host=devices_per_host))
+    rules, devices_per_host = Rules.of(job, device_kind=device_kind, rooms=domains), domains.devices_per_host
     dropped: Counter[str] = Counter()
     chunks_and_batches = _ChunksAndBatches(rules, table)
     dense_D4 = np.array([*_dense_degrees(rules, world_size, dropped)], dtype=np.int64).reshape(-1, 4)

@@ -226,7 +226,6 @@ def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], i
                 inputs,
                 layout,
                 candidate.placed.placement,
-                priced=layout,
                 peaks=peaks,
                 bound=(0.0, "no bound is known for schedules that Megatron lacks"),
                 schedule=replace(
@@ -253,7 +252,6 @@ def _better_placed(inputs: SearchInputs, choice: Choice, rng: random.Random, is_
         inputs,
         layout,
         placed.placement,
-        priced=layout,
         peaks=choice.peak_memory_bytes,
         bound=(choice.bound_s, choice.bound_reason),
         schedule=replace(order, times=_times(inputs, layout, placed.placement, schedule)),

@@ -320,14 +320,8 @@ def solve(
     deadline_s = started_s + options.budget_s
     cluster = measurements.cluster
     inputs = SearchInputs.of(job, measurements, memory_margin=options.memory_margin, corrections=corrections)
-    base = base_layouts(
-        job,
-        world_size=cluster.num_slots,
-        devices_per_host=cluster.devices_per_host,
-        device_kind=cluster.device_kind,
-        table=inputs.predictor.compute,
-        domains=inputs.domains,
-    )
+    slots, table = cluster.num_slots, inputs.predictor.compute
+    base = base_layouts(job, world_size=slots, device_kind=cluster.device_kind, domains=inputs.domains, table=table)
     inputs = replace(inputs, own_fault=base.own_fault)
 
     def is_late() -> bool:

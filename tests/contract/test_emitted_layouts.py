@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from pipette_launch.facts import Job, Layout, Recompute
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.megatron import read_job, script_version, write_arguments
 from pipette_launch.megatron.flags import Arguments, release_of
 from pipette_launch.megatron.rules.broken import Rules
@@ -99,7 +100,7 @@ def emitted(kind: str, version: str) -> tuple[list[str], Job, list[Layout]]:
     """Layouts that we would propose, some of each kind of cut and saver."""
     argv, job = job_of(kind, version)
     rng = random.Random(kind)
-    found = base_layouts(job, world_size=WORLD_SIZE, devices_per_host=8, device_kind="cuda")
+    found = base_layouts(job, world_size=WORLD_SIZE, domains=Domains(devices_per_host=8), device_kind="cuda")
     rows = np.array(sorted(rng.sample(range(len(found)), SAMPLES)), dtype=np.int64)
     _, columns = found.variants(rows)
     layouts = [columns.layout(row) for row in rng.sample(range(len(columns)), SAMPLES)]

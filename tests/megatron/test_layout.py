@@ -13,6 +13,7 @@ from megatron_lines import SMALL, job
 
 from pipette_launch.errors import LayoutError, MegatronError
 from pipette_launch.facts import Layout, Recompute
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.megatron import read_job, write_arguments
 from pipette_launch.megatron.flags import releases
 from pipette_launch.search.layouts import base_layouts
@@ -93,7 +94,7 @@ def test_a_stand_in_that_megatron_refuses_too_is_no_way_to_start() -> None:
 def legal(num_layers: int) -> frozenset[tuple[int, ...]]:
     """Yield degrees and virtual stages of every legal layout of a dense job on eight ranks."""
     free = replace(job(f"--num-layers {num_layers}"), pinned=())
-    columns = base_layouts(free, world_size=8, devices_per_host=8, device_kind="cuda").columns
+    columns = base_layouts(free, world_size=8, domains=Domains(devices_per_host=8), device_kind="cuda").columns
     return frozenset((one.tp, one.pp, one.cp, one.vpp) for one in map(columns.layout, range(len(columns))))
 
 
@@ -116,7 +117,7 @@ def test_fixing_fields_refuses_no_job_that_has_a_legal_layout(
     except MegatronError:
         assert not wanted
         return
-    found = base_layouts(asked, world_size=8, devices_per_host=8, device_kind="cuda").columns
+    found = base_layouts(asked, world_size=8, domains=Domains(devices_per_host=8), device_kind="cuda").columns
 
     assert len(found) or not wanted
     assert all(

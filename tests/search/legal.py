@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.search.layouts import BaseLayouts, base_layouts
 
 if TYPE_CHECKING:
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
 
 def legal_layouts(job: Job, *, world_size: int, devices_per_host: int, device_kind: str) -> tuple[Layout, ...]:
     """The user's own layout first, then every other: all cuts with all their memory options."""
-    found = base_layouts(job, world_size=world_size, devices_per_host=devices_per_host, device_kind=device_kind)
+    found = base_layouts(
+        job, world_size=world_size, domains=Domains(devices_per_host=devices_per_host), device_kind=device_kind
+    )
     return tuple(dict.fromkeys((job.own, *variants(found, *range(len(found))))))
 
 

@@ -14,6 +14,7 @@ from search.legal import legal_layouts
 
 from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.facts import ComputeCase, Job, Layout, Measurements
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.search import frontier as frontier_module
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs
@@ -29,7 +30,7 @@ def opened(
 ) -> tuple[Frontier, BaseLayouts, SearchInputs]:
     """A frontier over all cuts of a job."""
     measurements = measurements or tiny_measurements(tiny_cluster())
-    found = base_layouts(job, world_size=4, devices_per_host=2, device_kind="cpu")
+    found = base_layouts(job, world_size=4, domains=Domains(devices_per_host=2), device_kind="cpu")
     inputs = SearchInputs.of(job, measurements, memory_margin=memory_margin)
     return Frontier(inputs, found, BoundColumns(job, measurements)), found, inputs
 

@@ -18,6 +18,7 @@ from search.legal import variants
 from pipette_launch.cost.memory.peak import MemoryColumns, peak_memory_bytes, peak_memory_columns
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Batch, HybridLayers, Job, Layout
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.model import LatentAttention
 from pipette_launch.search import layouts as enumeration
 from pipette_launch.search.layout_axes import (
@@ -150,7 +151,7 @@ EXPERTS = {"num_experts": 4, "moe_layer_freq": (1, 1, 1, 1), "add_bias_linear": 
 
 def found_in(job: Job, world_size: int) -> BaseLayouts:
     """The cuts of a job on GPUs, two in each host."""
-    return base_layouts(job, world_size=world_size, devices_per_host=2, device_kind="cuda")
+    return base_layouts(job, world_size=world_size, domains=Domains(devices_per_host=2), device_kind="cuda")
 
 
 @settings(max_examples=12, deadline=None)
@@ -181,10 +182,10 @@ def test_either_rank_order_reaches_every_price(rng: random.Random, sizes: tuple[
 def test_too_many_cuts_are_thinned_out_and_counted(case: naive.Case, data: st.DataObject) -> None:
     """Layouts that were set aside are counted, and the others are unchanged."""
     job, world_size, kind = case
-    whole = base_layouts(job, world_size=world_size, devices_per_host=1, device_kind=kind)
+    whole = base_layouts(job, world_size=world_size, domains=Domains(devices_per_host=1), device_kind=kind)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(enumeration, "MOST", data.draw(st.integers(0, 20)))
-        some = base_layouts(job, world_size=world_size, devices_per_host=1, device_kind=kind)
+        some = base_layouts(job, world_size=world_size, domains=Domains(devices_per_host=1), device_kind=kind)
     aside = sum(count for reason, count in some.dropped.items() if reason.startswith("set aside"))
 
     assert set(some.layouts) <= set(whole.layouts)
@@ -197,7 +198,7 @@ def test_too_many_cuts_are_thinned_out_and_counted(case: naive.Case, data: st.Da
 def test_the_leanest_saver_needs_the_least_memory(case: naive.Case) -> None:
     """By the memory model itself, up to the recompute of a whole chunk at once, which a short one may stand better."""
     job, world_size, kind = case
-    found = base_layouts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
+    found = base_layouts(job, world_size=world_size, domains=Domains(devices_per_host=2), device_kind=kind)
     leanest = found.tables.leanest(found.columns)
     for row in range(0, len(leanest), 5):
         lean = leanest.layout(row)
@@ -212,7 +213,7 @@ def test_the_leanest_saver_needs_the_least_memory(case: naive.Case) -> None:
 def test_no_variant_needs_less_than_the_leanest_state_without_activations(case: naive.Case) -> None:
     """The search drops whole cuts by this, before it lists their variants."""
     job, world_size, kind = case
-    found = base_layouts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
+    found = base_layouts(job, world_size=world_size, domains=Domains(devices_per_host=2), device_kind=kind)
     cut_M, every = found.variants(np.arange(len(found.columns)))
     least_N = np.full(len(found.columns), np.iinfo(np.int64).max)
     np.minimum.at(least_N, cut_M, fullest_N(peak_memory_columns(job, every)))

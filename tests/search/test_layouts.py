@@ -19,6 +19,7 @@ from search.worlds import PROVENANCE, two_racks
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import ComputeCase, Layout, Samples
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.job import Batch
 from pipette_launch.facts.layout import NO_RECOMPUTE, LayoutColumns, MemoryOptions
 from pipette_launch.megatron import read_job, write_arguments
@@ -37,7 +38,7 @@ NO_SAVERS: dict[str, Any] = {name: getattr(Layout(), name) for name in MemoryOpt
 def found_in(case: naive.Case) -> BaseLayouts:
     """The layouts that the product lists for a case."""
     job, world_size, kind = case
-    return base_layouts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
+    return base_layouts(job, world_size=world_size, domains=Domains(devices_per_host=2), device_kind=kind)
 
 
 @settings(max_examples=40, deadline=None)
@@ -143,7 +144,9 @@ def test_everything_pinned_leaves_the_own_layout() -> None:
 )
 def test_a_dropped_layout_has_a_reason(changes: dict[str, object], reason: str) -> None:
     """Refused layouts are counted by the rule that they break."""
-    found = base_layouts(tiny_job(4, model=tiny_model(**changes)), world_size=4, devices_per_host=4, device_kind="cpu")
+    found = base_layouts(
+        tiny_job(4, model=tiny_model(**changes)), world_size=4, domains=Domains(devices_per_host=4), device_kind="cpu"
+    )
 
     assert found.dropped[reason] > 0
 
@@ -244,7 +247,7 @@ def test_measured_times_decide_where_layers_go() -> None:
     job = tiny_job(4, model=tiny_model(num_layers=8))
     table = ComputeTable(job, replace(measurements, compute=slow_head))
 
-    found = base_layouts(job, world_size=4, devices_per_host=4, device_kind="cpu", table=table)
+    found = base_layouts(job, world_size=4, domains=Domains(devices_per_host=4), device_kind="cpu", table=table)
 
     assert {(), (6, 2)} == {cut.layers_per_chunk for cut in found.layouts if (cut.pp, cut.vpp) == (2, 1)}
 
@@ -263,7 +266,7 @@ def test_large_micro_batches_have_a_cut_of_their_own() -> None:
     job = tiny_job(4, model=tiny_model(num_layers=8))
     table = ComputeTable(job, replace(measurements, compute=host_bound))
 
-    found = base_layouts(job, world_size=4, devices_per_host=4, device_kind="cpu", table=table)
+    found = base_layouts(job, world_size=4, domains=Domains(devices_per_host=4), device_kind="cpu", table=table)
     by_cut = {cut.layers_per_chunk for cut in found.layouts if (cut.tp, cut.pp, cut.vpp) == (1, 2, 1)}
 
     assert {(), (5, 3), (7, 1)} == by_cut
@@ -273,7 +276,7 @@ def test_an_illegal_own_layout_is_marked() -> None:
     """The user's own layout is never dropped, even where Megatron would refuse it."""
     job = tiny_job(4, own=Layout(tp=4), model=tiny_model(num_attention_heads=2, num_query_groups=2))
 
-    found = base_layouts(job, world_size=4, devices_per_host=4, device_kind="cpu")
+    found = base_layouts(job, world_size=4, domains=Domains(devices_per_host=4), device_kind="cpu")
 
     assert found.own_fault == "tp does not divide num_attention_heads=2"
 
@@ -350,7 +353,7 @@ JOB = tiny_job(4, own=Layout(pp=2, dp=2), batch=Batch(global_batch_size=16))
 
 def legal(device_kind: str = "cuda") -> BaseLayouts:
     """All cuts of the job on two hosts."""
-    return base_layouts(JOB, world_size=4, devices_per_host=2, device_kind=device_kind)  # type: ignore[arg-type]
+    return base_layouts(JOB, world_size=4, domains=Domains(devices_per_host=2), device_kind=device_kind)  # type: ignore[arg-type]
 
 
 def without(layout: Layout, *names: str) -> Layout:
@@ -393,7 +396,9 @@ def test_a_plan_does_not_lose_to_itself_with_one_choice_changed(monkeypatch: pyt
     plan = solve(JOB, measurements, options=SolveOptions(margin=0.0), clock=lambda: 0.0, provenance=PROVENANCE)
     inputs = SearchInputs.of(JOB, measurements, memory_margin=0.08)
     best = plan.chosen
-    found = base_layouts(JOB, world_size=4, devices_per_host=2, device_kind="cpu", table=inputs.predictor.compute)
+    found = base_layouts(
+        JOB, world_size=4, domains=Domains(devices_per_host=2), device_kind="cpu", table=inputs.predictor.compute
+    )
     columns = found.neighbours(best.layout)
     near = [columns.layout(row) for row in range(len(columns))]
 
@@ -500,7 +505,7 @@ def test_no_plan_breaks_a_rule(model: str, flags: list[str], version: str, world
     except MegatronError:
         assume(False)
     rules = Rules.of(job, device_kind="cuda")
-    found = base_layouts(job, world_size=world_size, devices_per_host=4, device_kind="cuda")
+    found = base_layouts(job, world_size=world_size, domains=Domains(devices_per_host=4), device_kind="cuda")
     for layout in sampled(found, random.Random(seed)):
         assert broken_rule(rules, layout) is None
         assert layout == read(write_arguments(words, job=job, layout=layout), for_prediction=True)

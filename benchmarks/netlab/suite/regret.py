@@ -22,6 +22,7 @@ from benchmarks.netlab.topology import Topology
 from benchmarks.rivals.pick import Placement, torchrun_order
 from benchmarks.stolen import processor_time
 from pipette_launch.facts import Choice, Layout
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.search.layouts import base_layouts
 
 MODEL = "communication-heavy"
@@ -174,7 +175,9 @@ def _found(one: Field, setting: Setting, say: Say) -> Found:
         case, choice = planned(lab, python, setting.budget_s(BUDGET_S))
         num_hosts, slots = len(lab.hosts), one.slots
         meter = Meter(case, slots, lambda words, placement: trained(lab, words, placement, python=python).step_s)
-        found = base_layouts(case.job, world_size=num_hosts * slots, devices_per_host=slots, device_kind="cpu")
+        found = base_layouts(
+            case.job, world_size=num_hosts * slots, domains=Domains(devices_per_host=slots), device_kind="cpu"
+        )
         runs = promising_first(space.runs(found.layouts, num_hosts, slots, random.Random(SEED)), case)
         before = processor_time()
         chosen = meter.tried(choice.layout, choice.placement)

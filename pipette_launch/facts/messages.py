@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import ClassVar, Literal
 
@@ -82,11 +82,6 @@ class ExecutedParts:
     buffers: int = 0
     """Bytes of pipeline messages, and of buffers that all layers share."""
     optimizer_step: int = 0
-
-    @property
-    def total(self) -> int:
-        """Sum of the bytes of all origins, which is the memory peak."""
-        return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

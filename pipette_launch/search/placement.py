@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import combinations, islice, permutations
 
 import numpy as np
@@ -412,24 +412,11 @@ def rearranged(
             break
         linear = linearise(model, np.array(best.placement), known=known)
         known = linear.tangents
-        flows, near_HK = linear.flows, nearest(problem.cluster.between_hosts, NEAR)
-        group_H = np.asarray(slots.domain_H, dtype=np.int64) if slots.domain_H else None
-        arranged = min(
-            (
-                descend(
-                    flows,
-                    np.arange(num_hosts),
-                    near_HK=near_HK,
-                    group_H=group_H,
-                    steps=DESCENT_STEPS,
-                    rng=chance,
-                    is_late=is_late,
-                )
-                for _ in range(DESCENTS if num_hosts <= MANY_HOSTS else 1)
-            ),
-            key=lambda found: found.cost_s,
-        )
-        if arranged.cost_s >= linear.flows.cost(np.arange(num_hosts)) - WORTH * best.cost_s:
+        seats, near_HK = np.arange(num_hosts), nearest(problem.cluster.between_hosts, NEAR)
+        search = partial(descend, linear.flows, seats, near_HK=near_HK, group_H=slots.domain_H, steps=DESCENT_STEPS)
+        descents = range(DESCENTS if num_hosts <= MANY_HOSTS else 1)
+        arranged = min((search(rng=chance, is_late=is_late) for _ in descents), key=lambda found: found.cost_s)
+        if arranged.cost_s >= linear.flows.cost(seats) - WORTH * best.cost_s:
             break
         placement = moved(best.placement, arranged.place_Q)
         cost_s = model.cost(placement)

@@ -2,19 +2,12 @@
 
 Every collective is a sequence of equal steps. In each step every member sends one chunk, and the step takes as long as
 its slowest link (alpha-beta model; Thakur, Rabenseifner, Gropp 2005, sections 4.1 to 4.5). `COLLECTIVES` has the steps
-of each kind for k members and a tensor of `bytes`:
+of each kind. Sizes are the bytes of the full tensor on one rank: before a reduce-scatter, after an all-gather.
 
-    all_reduce      2(k - 1) steps of bytes / k around the ring
-    all_gather       (k - 1) steps of bytes / k around the ring
-    reduce_scatter   (k - 1) steps of bytes / k around the ring
-    all_to_all       (k - 1) steps of bytes / k, over every pair
-    send                   1 step of bytes
-
-`bytes` is the full tensor on one rank: before a reduce-scatter, after an all-gather. The measured time of a group of
-equal or similar size corrects the formula by a factor on the time per byte and an extra latency for each step. With its
-correction, the formula returns the measured time for a measured group, and a longer time for slower links. Predicted
-sends need no correction, because the warm-up measures links by sends. Groups that run at the same time are priced one
-by one, because the warm-up also measured each group while similar groups were running.
+The measured time of a group of equal or similar size corrects the formula by a factor on the time per byte and an extra
+latency for each step. With its correction, the formula returns the measured time for a measured group, and a longer
+time for slower links. Predicted sends need no correction, because the warm-up measures links by sends. Groups that run
+at the same time are priced one by one, because the warm-up also measured each group while similar groups were running.
 """
 
 # Letters of array axes: G = groups of one kind, K = members of a group in ring order, L = links, T = groups of any

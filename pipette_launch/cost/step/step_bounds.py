@@ -155,18 +155,13 @@ class Tables:
 
     def can_price_N(self, columns: LayoutColumns) -> NDArray[np.bool_]:
         """Return, for each layout, whether compute times are known and its degrees divide batch, layers and slots."""
-        cases = columns.groups("tp", "cp", "micro_batch_size")
-        known_U = _each(
-            columns,
-            cases.first_U,
-            ("tp", "cp", "micro_batch_size"),
-            self._can_compute,
-            lambda layout: self.compute.source(case_of(layout)) is not None,
-        )
-        fields = ("pp", "vpp", "layers_per_chunk")
-        splits = columns.groups(*fields)
-        splits_U = _each(columns, splits.first_U, fields, self._can_split, self._splits)
-        runs_N = np.array(known_U, dtype=bool)[cases.group_N] & np.array(splits_U, dtype=bool)[splits.group_N]
+        runs_N = np.ones(len(columns), dtype=bool)
+        for fields, known, check in (
+            (("tp", "cp", "micro_batch_size"), self._can_compute, self._computes),
+            (("pp", "vpp", "layers_per_chunk"), self._can_split, self._splits),
+        ):
+            first_U, group_N = columns.groups(*fields)
+            runs_N &= np.array(_each(columns, first_U, fields, known, check), dtype=bool)[group_N]
         world_N = columns.tp * columns.pp * columns.dp * columns.cp
         batch = self.job.batch.global_batch_size
         divides_N = batch % (columns.dp * columns.micro_batch_size) == 0
@@ -243,6 +238,9 @@ class Tables:
 
         found = _each(columns, first_U, ("tp", "ep", "etp", "pp"), self._parameters, of_parts)
         return group_N, np.array(found, dtype=np.int64)
+
+    def _computes(self, layout: Layout) -> bool:
+        return self.compute.source(case_of(layout)) is not None
 
     def _splits(self, layout: Layout) -> bool:
         with contextlib.suppress(LayoutError):

@@ -10,7 +10,7 @@ decide the cost.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
@@ -338,7 +338,7 @@ def descend(
     steps: int,
     rng: np.random.Generator,
     is_late: Callable[[], bool],
-    group_H: Ints | None = None,
+    group_H: Sequence[int] | Ints = (),
 ) -> Position:
     """Search for a cheaper assignment near a given assignment, and return the cheapest one seen.
 
@@ -350,7 +350,7 @@ def descend(
     """
     prices = SwapPrices(flows)
     best = here = prices.position(np.array(place_Q, dtype=np.int64))
-    near_HK, domain_H = np.ascontiguousarray(near_HK), np.zeros(0, dtype=np.int64) if group_H is None else group_H
+    near_HK, domain_H = np.ascontiguousarray(near_HK), np.asarray(group_H, dtype=np.int64)
     size = int(np.clip(PROPOSALS_PER_SEAT * flows.num_seats, FEWEST_PROPOSALS, MOST_PROPOSALS))
     # If each family has one group, there is no maximum to soften, so the cost itself sets the scale.
     scale_s = (_spread(flows, here) or here.cost_s) if flows.num_flows else 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -186,7 +186,7 @@ def descended(
     seed: int = 0,
     is_late: Callable[[], bool] = never,
     steps: int = 60,
-    group_H: np.ndarray | None = None,
+    group_H: Sequence[int] | np.ndarray = (),
 ) -> Position:
     """From the identity, with every place near to every other."""
     size = flows.num_seats
@@ -290,7 +290,7 @@ def test_a_descent_in_c_goes_where_one_in_numpy_goes(
     found = []
     for module in (None, in_c("search.assignment._swaps")):
         monkeypatch.setattr(descent, "IN_C", module)
-        found.append(descended(flows, seed=seed, group_H=np.arange(seats) % 2 if halved else None))
+        found.append(descended(flows, seed=seed, group_H=np.arange(seats) % 2 if halved else ()))
 
     assert found[0].cost_s == found[1].cost_s
     if halved:

@@ -22,8 +22,7 @@ from pipette_launch.text import did_you_mean
 DEVICES_PER_HOST = 8
 """Devices of each host, if the machines are unknown."""
 MOST_HOSTS, MOST_DEVICES, MOST_RANKS = 1 << 14, 1 << 10, 1 << 18
-"""Largest numbers of hosts, of devices of a host, and of ranks of a job. The matrix of links between hosts takes 2 GiB
-for 16,384 hosts."""
+"""Largest numbers of hosts, of a host's devices, and of ranks. The links between 16,384 hosts take 2 GiB."""
 ITS_OWN_MODEL = (
     "The layer times belong to the model that the warm-up timed, and are wrong for layers of another kind or size."
 )
@@ -164,11 +163,8 @@ def machines_of(
 
     `world_size` may be None if the other sizes or the cluster determine the number of ranks. `fabric` is the network
     between imagined hosts (None = equal links). `device_kind` is used only if neither `gpu` nor `cluster` is given.
-
-    Raises:
-        PipetteError: sizes are missing or contradict each other or the cluster, options exclude each other, a name is
-            unknown or ambiguous, or a file is of another kind.
-
+    Raises PipetteError if sizes are missing or contradict each other, if options exclude each other, if a name is
+    unknown or ambiguous, or if a file is of another kind.
     """
     sizes = _Sizes(world_size, num_hosts, devices_per_host)
     _check_sizes(sizes)

@@ -58,8 +58,7 @@ class Picture:
     own: DrawnStep | None
     """Step of the user's own configuration. None = the user's own configuration was chosen, or cannot run."""
     memory_bytes: tuple[dict[str, int], ...]
-    """Bytes of each kind of memory, for each pipeline rank. The bytes of a rank sum to the rank's predicted peak in the
-    plan."""
+    """Bytes of each kind of memory, for each pipeline rank. They sum to the rank's predicted peak in the plan."""
 
 
 def picture_of(plan: Plan, job: Job, measurements: Measurements) -> Picture:

@@ -257,8 +257,7 @@ def _measurements(machines: TargetMachines, job: Job) -> Measurements:
 def _needed_layouts(found: BaseLayouts, own: Layout) -> list[Layout]:
     """Return one layout for each compute case (sizes of a layer's pass) and each set of parallel degrees."""
     columns = found.columns
-    # Only the first layout of each compute case gets layer times. With experts, the layout nearest to the user's own
-    # comes first.
+    # Only the first layout of a compute case gets layer times, so the layout nearest to the user's own comes first.
     apart_N = abs(np.log2(columns.ep / own.ep)) + abs(np.log2(columns.etp / own.etp))
     near = np.argsort(apart_N, kind="stable")
     nearest = columns.take(near).groups("tp", "cp", "micro_batch_size").first_U
@@ -278,18 +277,13 @@ def make_plan(
     *,
     options: SolveOptions,
     key: str,
-    needs: FallbackNeeds | None = None,
+    needs: FallbackNeeds,
 ) -> Plan:
-    """Search for a plan and its fallback plans. Raises PlanError if no layout is legal, fits in memory and has a price.
-
-    `needs` holds the conditions of the fallback plans for fewer hosts. If `needs` is None, no fallback plans are made.
-    """
+    """Search for a plan and its fallback plans; PlanError if no layout is legal, fits in memory and has a price."""
     corrections = corrections_from(outcomes)
     priced = with_extrapolated_times(job, measurements)
     clock = time.monotonic
     plan = best_plan(job, priced, options=options, clock=clock, key=key, source="measured", corrections=corrections)
-    if needs is None:
-        return plan
     return with_fallback_plans(plan, measurements, needs, options=options, clock=clock, corrections=corrections)
 
 

@@ -38,8 +38,7 @@ class Promising:
     least_s: float
     """Lower bound of the step over all placements; infinite if not computed."""
     number: int
-    """Position in the order in which layouts were found. Of two layouts with equal bounds, the layout that was found
-    earlier is priced first."""
+    """Position in the order in which layouts were found. At equal bounds, the earlier layout is priced first."""
     layout: Layout
     peak_bytes: tuple[int, ...]
 
@@ -59,8 +58,7 @@ class Candidate:
     rounds: int = 0
     """Number of rounds that tried to improve the placement."""
     is_stalled: bool = False
-    """True if the last round found no better placement. Stays false after the first round, which may start at a local
-    minimum."""
+    """True if the last round found no better placement. Stays false after the first round (`with_better_placement`)."""
 
     @property
     def promise_s(self) -> float:
@@ -155,11 +153,6 @@ class SearchInputs:
     def own_cannot_run(self) -> str:
         """Reason that the user's own configuration cannot run here; empty if it can run."""
         return self.job.own_refusal or self.own_fault or self.own_split or ""
-
-    @property
-    def can_price_own(self) -> bool:
-        """True if the step of the user's own configuration can be predicted from times of its own sizes."""
-        return self.own_fault is None and self.predictor.can_price(self.job.own)
 
     @property
     def own_dropped(self) -> str | None:

@@ -20,8 +20,7 @@ EQUAL = 0.005
 NEAREST = 32
 """Number of fastest candidates that are compared in detail; each comparison needs a whole prediction."""
 LEANER = 0.8
-"""An alternative counts as leaner if its memory need is at most this share of the least need of earlier
-alternatives."""
+"""An alternative is leaner if its memory need is at most this share of the least need of earlier alternatives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,11 +41,6 @@ class Chosen:
     """Fastest candidate that saves enough, if a simpler or more certain candidate was chosen instead."""
     passed_over_for_s: float = 0.0
     """Seconds by which the possible error of `passed_over` exceeds the possible error of the chosen candidate."""
-
-    @property
-    def priced_layout(self) -> Layout:
-        """Layout that was priced for the chosen plan: `own_basis` if the user's own layout is kept without a price."""
-        return self.own_basis if self.keeps_own and self.own_basis is not None else self.choice.layout
 
 
 def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: float, num_alternatives: int) -> Chosen:
@@ -196,7 +190,7 @@ def _own_choice(inputs: SearchInputs, candidates: Sequence[Candidate]) -> tuple[
     """Describe the user's own configuration; use the nearest candidate's step time if this step cannot be predicted."""
     own, basis = inputs.job.own, None
     placement = host_order(inputs.cluster.num_slots)
-    if not inputs.can_price_own:
+    if inputs.own_fault is not None or not inputs.predictor.can_price(own):
         basis = min(candidates, key=lambda one: (doublings_apart(one.layout, own), one.host_order_s)).layout
     priced = basis or own
     known = {one.layout: (one.bound_s, one.bound_reason) for one in candidates}

@@ -58,8 +58,8 @@ def reasons(inputs: SearchInputs, chosen: Chosen, *, floor_s: float, margin: flo
 
 def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
     """Name doubtful measurements, assumptions, pinned fields, and effects that are not modelled."""
-    found = [*inputs.job.notes, *inputs.measurements.notes, *inputs.predictor.notes(chosen.priced_layout)]
-    own = chosen.own
+    own, priced = chosen.own, (chosen.own_basis if chosen.keeps_own else None) or chosen.choice.layout
+    found = [*inputs.job.notes, *inputs.measurements.notes, *inputs.predictor.notes(priced)]
     if inputs.own_fault is not None and not inputs.job.own_refusal:
         found.append(f"The user's own layout {own.layout.words()} is ruled out: {inputs.own_fault}.")
     elif chosen.own_basis is not None:

@@ -252,8 +252,7 @@ class _Maker:
         ends_s = self.clock() + max(self.deadline_s - self.clock(), 0.0) / 2
         try:
             job = self.needs.job_of(size)
-            # The search with fixed TP and PP runs first, because this search ends early and leaves its time to the
-            # other search.
+            # The search with fixed TP and PP runs first, because it ends early and leaves its time to the other search.
             same = self._with_same_sizes(size, job, before, kept, ends_s)
             found = self._solved(size, keeping(job, before, kept.kept), ends_s - self.clock())
         except PipetteError as error:

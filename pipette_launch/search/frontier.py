@@ -39,8 +39,7 @@ _DEGREES = ("tp", "pp", "cp", "ep")
 
 
 _Ready: TypeAlias = tuple[float, int, Layout]
-"""Entry of a heap: (lower bound in seconds, position in the order of finding, layout). Heaps compare tuples much faster
-than objects."""
+"""Entry of a heap: (lower bound in seconds, position in the order of finding, layout). Tuples are compared fast."""
 
 
 class Frontier:
@@ -185,8 +184,7 @@ class Frontier:
         """Bound base layouts by their fastest flags without recompute, which only adds time."""
         least_N = np.full(len(rows), np.inf)
         place_M, columns = self._base.variants(rows)
-        # Overlapped reductions never raise a bound. So the bound of one variant also holds for the variant that differs
-        # only in this flag.
+        # Overlapped reductions never raise a bound, so two variants that differ only in this flag share a bound.
         order = np.argsort(-columns.overlap_grad_reduce, kind="stable")
         others = [getattr(columns, name) for name in FLAG_WORDS if name != "overlap_grad_reduce"]
         first = order[np.unique(codes_of([place_M, *others])[order], return_index=True)[1]]

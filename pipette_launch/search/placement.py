@@ -119,8 +119,7 @@ def _start(problem: PlacementProblem, best: Placed, turn: int, rng: random.Rando
     return problem.best_of(starts_KW[chosen : chosen + 1])
 
 
-# Order of devices inside hosts: all hosts use the same order. The order changes only if the new order alone saves
-# enough.
+# Order of devices inside hosts: all hosts use the same order, which changes only if the new order alone saves enough.
 
 LEAST_GAIN = 0.02
 """Share of the step that another order of devices must save against the order of their numbers, on the same hosts."""
@@ -198,11 +197,9 @@ def _likely_orders(within_host: tuple[Links, ...]) -> Ints:
 # All placements of a layout on a few slots.
 
 AT_ONCE = 720 * 6**2
-"""If placements * slots^2 is at most this number (its value on six slots), pricing all placements costs less than
-annealing."""
+"""If placements * slots^2 is at most this number (its value on six slots), pricing all is faster than annealing."""
 EXACT = 10_080
-"""If the best layout has at most this number of placements, all are priced. Most layouts on eight slots have fewer
-placements."""
+"""If the best layout has at most this number of placements, all are priced. Most layouts on eight slots have fewer."""
 EXACT_QUANTUM = 128
 
 
@@ -274,8 +271,7 @@ def _is_cyclic(layout: Layout, slots: Slots) -> bool:
 # Simulated annealing: the swap, migration and reversal moves of Pipette, for whole hosts or single ranks.
 
 WIDTH = 32
-"""Number of neighbour placements that each annealing step prices together. Pricing 32 placements takes little longer
-than one."""
+"""Number of neighbour placements that each annealing step prices together, which takes little longer than one."""
 PATIENCE = 12
 """Number of annealing steps without a new best placement after which annealing ends."""
 START_TEMPERATURE, END_TEMPERATURE = 0.01, 0.001
@@ -301,8 +297,7 @@ def annealed(problem: PlacementProblem, start: Placed, *, steps: int, rng: rando
         there = problem.best_of(in_device_order(neighbours, devices, order_D))
         temperature = START_TEMPERATURE * math.pow(END_TEMPERATURE / START_TEMPERATURE, step / steps)
         rise_s, scale_s = there.cost_s - here.cost_s, temperature * (start.cost_s - problem.bound_s)
-        # Accept by Metropolis' rule. Always draw the random number, so that rounding of costs cannot change later
-        # draws.
+        # Accept by Metropolis' rule. Always draw the number, so that rounding of costs cannot change later draws.
         chance = rng.random()
         if rise_s <= 0 or (scale_s > 0 and chance < math.exp(-rise_s / scale_s)):
             here = there

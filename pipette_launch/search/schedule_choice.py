@@ -44,8 +44,7 @@ GAIN = 0.02
 OF_ATTENTION = Recompute(granularity="selective")
 """Recompute of attention scores, assumed for the bytes kept for weight-gradient passes, which need no scores."""
 MOST_LAYOUTS = 4
-"""Largest number of layouts tried among those that fit under Megatron's own schedules, and again among the layouts that
-do not fit."""
+"""Largest number of layouts tried among those that fit under Megatron's own schedules, and again among the others."""
 _ONLY_STOCK = (
     "overlap_moe_expert_parallel_comm",
     "enable_cuda_graph",

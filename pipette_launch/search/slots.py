@@ -27,8 +27,7 @@ from pipette_launch.facts.layout import Degrees, Floats, Ints
 TYPICAL_MESSAGE_BYTES = 4 << 20
 """Message size that defines the distance of two hosts; latency and bandwidth both matter at this size."""
 LEAST_RATIO = 1.12
-"""A tier ends if the next link between groups takes this many times as long. Noise of 8 % on the links of a rack does
-not end a tier."""
+"""A tier ends if the next link between groups takes this many times as long, which noise of 8 % does not reach."""
 MOST_TIERS = 4
 REACH = 0.25
 """The typical distance of a host (`reach_H`) is this quantile of its distances to all hosts."""
@@ -357,8 +356,7 @@ def _starts(degrees: Layout, slots: Slots, tiers: Tiers, most: int) -> Ints:
 def _laid_out(layout: Layout, slots: Slots, tiers: Tiers) -> Iterator[Ints]:
     """Yield placements: host-sized blocks of ranks in several orders, on hosts in several orders."""
     orders = [tiers.order_H]
-    # Number of hosts that hold one tensor-parallel or expert group. The ranks of these groups exchange data in every
-    # pass.
+    # Number of hosts of one tensor-parallel or expert group, whose ranks exchange data in every pass.
     unit = -(-max(layout.tp * layout.cp, layout.ep * layout.etp) // slots.devices_per_host)
     packed = _packed(tiers, unit)
     if unit > 1 and packed.tolist() != tiers.order_H.tolist():

@@ -36,8 +36,7 @@ from pipette_launch.search.slots import IsLate, Placement, Slots
 FIRST_BATCH = 6
 """Number of layouts that are priced before placements are improved. Each later batch is 1.5 times larger."""
 FIRST_BATCH_MANY = 48
-"""Number of layouts in the first batch on many slots, where improving a placement takes 40 times longer than
-pricing."""
+"""Number of layouts in the first batch on many slots, where placing takes 40 times longer than pricing."""
 MOST_AT_ONCE = 64
 WHILE_PRICING = 1
 """Number of layouts whose placements are improved after each batch."""
@@ -337,8 +336,7 @@ def solve(
         dropped += Counter({BEATEN: beaten, UNPROMISING: searched.num_aside, OUTDONE: outdone})
     plan = _plan(inputs, searched, options, corrections.notes, provenance)
     if options.schedules:
-        # The search for schedules gets a budget of its own, because building schedules of long pipelines can take ten
-        # seconds.
+        # Schedules get a budget of their own, because building schedules of long pipelines can take ten seconds.
         schedules_deadline_s = clock() + options.budget_s
         plan = _scheduled(plan, inputs, searched, frontier, options, lambda: clock() >= schedules_deadline_s)
     return replace(

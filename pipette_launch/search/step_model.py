@@ -35,15 +35,13 @@ CLOSE = 1e-3
 SLOW_PIPELINES = 16
 """Number of slowest pipelines whose critical paths (tangents) the model contains."""
 MIXED_PIPELINES = 16
-"""Number of imagined pipelines with messages of several pipelines. The model contains the critical paths of these
-imagined pipelines."""
+"""Number of imagined pipelines with messages of several pipelines, whose critical paths the model contains too."""
 MIXING_STRIDE = 7
 MOST_TANGENTS = 8
 MOST_FLOWS = 10_000
 """Most flows (linear terms) of the model. If there are many pipelines, the model has fewer tangents."""
 MOST_MATRICES = 8
-"""Most message sizes with their own link matrix, up to `MANY_HOSTS` hosts. Other sizes use the matrix of the nearest
-size."""
+"""Most message sizes with their own link matrix, up to `MANY_HOSTS` hosts. Other sizes use the nearest matrix."""
 MANY_HOSTS = 256
 _STEP = 1e-3
 """To find how the end of a step depends on the reductions, the reductions are made longer by this share."""
@@ -246,8 +244,7 @@ class Crossing:
         forward_S = tangents.most_B[:stages] + tangents.most_B[2 * stages :]
         weight_IS = forward_S * self.forward_IS + tangents.most_B[stages : 2 * stages] * self.backward_IS
         weight_IP = np.stack([weight_IS[:, rank::pp].sum(axis=1) for rank in range(pp)], axis=1)
-        # All pipeline ranks share one matrix, because the same exchanges dominate on every rank, only in different
-        # numbers.
+        # All ranks share one matrix, because the same exchanges dominate on every rank, only in different numbers.
         most = int(weight_IP.sum(axis=0).argmax())
         typical_I = np.median(self.exposed_s_IHH, axis=(1, 2)) + np.finfo(float).tiny
         share_P = typical_I @ weight_IP / (typical_I @ weight_IP[:, most])

@@ -275,8 +275,7 @@ class Routes(NamedTuple):
     hosts_G: Ints
     """Number of hosts of each group; 0 if no measurement depends on this number."""
     fewest_G: Ints
-    """Members of each group on the host with the fewest members; 1 on a single host, or if no measurement depends on
-    the number."""
+    """Members of each group on the host with the fewest members; 1 on a single host, or if no measurement needs it."""
     latency_s_GL: Floats
     seconds_per_byte_GL: Floats
 
@@ -343,8 +342,7 @@ class Fabric:
         spread, step_s_G = self._spread(slots_GK), np.zeros(len(slots_GK))
         at_once = max(1, LINKS_AT_ONCE // max(slots_GK.size, 1))
         for first in range(1, size, at_once):
-            # Links from each member to all its receivers: first to the next member, then to the member two places on,
-            # and so on.
+            # Links from each member to all its receivers: to the next member, the member two places on, and so on.
             shifts = range(first, min(first + at_once, size))
             receiver_GL = np.concatenate([np.roll(slots_GK, -shift, axis=1) for shift in shifts], axis=1)
             routes = self._routes(spread, np.tile(slots_GK, (1, len(shifts))), receiver_GL)
@@ -497,8 +495,7 @@ class Fabric:
                     most = LIBRARYS_SHARE if device_kind == "cuda" else _library_runs(kind, device_kind)
                     rows[counts, 2] = np.minimum(rows[counts, 2], most)
         hosts = np.arange(num_hosts + 1)
-        # A group uses the largest number of links at the same time if all its hosts have the same number of its
-        # members.
+        # A group uses most links at the same time if all its hosts have the same number of its members.
         fewest = np.where(hosts > 1, np.maximum(size // np.maximum(hosts, 1), 1), 1)
         together = links_together(kind, fewest) if candidates else 1
         return Scale(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 2] / together, is_measured=bool(candidates))

@@ -364,8 +364,7 @@ class StepTraffic:
     gradient_bytes: tuple[tuple[int, int], ...]
     """Bytes of gradients of each stage: (dense, expert)."""
     parameter_bytes: tuple[tuple[int, int], ...]
-    """Bytes of parameters that the distributed optimizer gathers on each stage: (dense, expert); 0 without this
-    optimizer."""
+    """Bytes of parameters that a distributed optimizer gathers on each stage: (dense, expert); 0 without it."""
     num_buckets: tuple[int, ...]
     """Number of buckets of each stage's gradients; each bucket is reduced separately."""
     resident_parameters: tuple[int, ...]
@@ -373,8 +372,7 @@ class StepTraffic:
     held_gradients: tuple[int, ...]
     """Number of gradient elements that each pipeline rank accumulates over the micro-batches of a step."""
     embedding_bytes: int
-    """Bytes of the word embedding's gradient that first and last pipeline rank add up; 0 if one rank has the
-    embedding."""
+    """Bytes of the word embedding's gradient that first and last rank add up; 0 if one rank has the embedding."""
 
 
 def step_traffic(job: Job, layout: Layout) -> StepTraffic:
@@ -399,8 +397,7 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
     gathered = job.model.dtype_bytes if layout.use_distributed_optimizer else 0
     has_expert_groups = job.model.num_experts and (layout.ep > 1 or layout.etp != layout.tp)
     if has_expert_groups and sharding is None and not layout.overlap_param_gather:
-        # One optimizer updates expert parameters, a second optimizer updates dense parameters, and each optimizer
-        # gathers all parameters.
+        # One optimizer updates expert parameters, another dense parameters, and each gathers all parameters.
         gathered *= 2
     dense_R, expert_R = (
         [sum(each[rank :: layout.pp]) for rank in range(layout.pp)] for each in zip(*sizes, strict=True)

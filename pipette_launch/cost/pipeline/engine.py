@@ -271,8 +271,7 @@ class Engine:
 
     def __init__(self, schedule: Schedule | Order) -> None:
         self._order = schedule
-        # Megatron's own schedules never deadlock. Other schedules are sorted at once, so that a deadlock raises its
-        # error here.
+        # Megatron's own schedules never deadlock. Other schedules are sorted at once, to raise the error here.
         if not isinstance(schedule, Order):
             assert self.graph
 
@@ -473,8 +472,7 @@ def critical_counts(engine: Engine, durations_R: Floats, hops_R: Floats) -> tupl
     while len(column):
         duration_counts[duration_A[place], column] += 1
         hop, wait, cause, before = hop_A[place], wait_A[place], cause_A[place], previous_A[place]
-        # If an action's cause and the rank's previous action end at the same time, the longest path goes through the
-        # previous action.
+        # If an action's cause and the rank's previous action end together, the path goes through the previous action.
         waits = ends[cause, column] + hops_R[hop, column] > ends[before, column] + hops_R[wait, column]
         hop_counts[np.where(waits, hop, wait), column] += 1
         place = np.where(waits, cause, before)

@@ -230,8 +230,7 @@ UNEVEN = (
     "Every expert is priced with the same number of tokens, as under --moe-router-force-load-balancing. Published "
     "steps with a free router are 6 to 25 % longer."
 )
-"""Assumption on measured and imagined machines, because the warm-up also gives all experts equal shares of the
-tokens."""
+"""Assumption on measured and imagined machines: the warm-up also gives all experts equal shares of the tokens."""
 _NCCL_DEFAULTS = "collectives are measured and priced with NCCL's default settings, and the step may be too"
 _WHOLE = "attention is priced over whole sequences instead of single documents, and the step may be too long"
 UNPRICED: tuple[tuple[str, Container[bool | str | int], str], ...] = (

@@ -93,8 +93,7 @@ def _parts_SX(job: Job, columns: LayoutColumns, row: int) -> Ints:
     chunks = parameters.chunk_kinds(job.model, layout)
     for stage, (kinds, again) in enumerate(chunks):
         pairs = ((kinds[again:].count(kind), kinds[:again].count(kind)) for kind in job.model.possible_kinds)
-        # The part of multi-token prediction includes an embedding. On the first chunk, model and depths share one
-        # embedding, so count it once.
+        # Multi-token prediction includes an embedding. On the first chunk it is the model's, so count it once.
         has_embedding = stage == 0 and (layout.pp == 1 or layout.mtp_chunk > 0 or not job.model.mtp_num_layers)
         rows.append([*chain(*pairs), has_embedding, stage == len(chunks) - 1, stage == layout.mtp_chunk])
     return np.array(rows, dtype=np.int64)
@@ -120,8 +119,7 @@ class UnitTimes(NamedTuple):
         """Return the seconds of forward and backward of each kind of chunk on a slot of speed 1 / slowness."""
         passes_U4K, exchanges_U2K = self.passes_U4X @ parts_KX.T, self.exchanges_U2X @ parts_KX.T
         compute_U2K, idle_U2K = passes_U4K[:, :2], passes_U4K[:, 2:]
-        # If the device idles longer in a pass than it computes, a slow slot may hide more exchanges, so assume the
-        # slowest slot.
+        # If a device idles longer in a pass than it computes, a slow slot may hide more, so assume the slowest slot.
         hides_U2K = idle_U2K * np.where(idle_U2K <= compute_U2K, slowness, slowest)
         seconds_U2K = pass_s(compute_U2K * slowness, exchanges_U2K, hides_U2K)
         return seconds_U2K[:, 0], seconds_U2K[:, 1]
@@ -149,8 +147,7 @@ class Tables:
         self._parameters: Memo[list[list[float]]] = Memo()
         self._exchanges: dict[Layout, tuple[Exchange, ...]] = {}
         self._shard_fields: tuple[Field, ...] = ("dp", "recompute") if parameters.sharding_of(job) else ()
-        """Fields that also decide exchanges under FSDP: numbers of replicas, and recompute, which hides some
-        exchanges."""
+        """Fields that also decide exchanges under FSDP: replicas, and recompute, which hides some exchanges."""
         self._one_of_each = LayerCounts.one_of_each(job.model)
 
     def can_price_N(self, columns: LayoutColumns) -> NDArray[np.bool_]:

@@ -468,12 +468,6 @@ def no_pipelining(microbatches: int) -> Schedule:
 
 
 @lru_cache(maxsize=256)
-def gpipe(stages: int, microbatches: int) -> Schedule:
-    """Return GPipe: all forwards, then all backwards. Forwards and backwards follow the order of the micro-batches."""
-    return _schedule("gpipe", _whole_backwards([microbatches] * stages, microbatches), microbatches)
-
-
-@lru_cache(maxsize=256)
 def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
     """Return 1F1B: rank r runs pp - r - 1 forwards ahead, then one forward and one backward in turn (line 2093)."""
     return _schedule("1f1b", _whole_backwards(range(stages)[::-1], microbatches), microbatches)

@@ -22,7 +22,6 @@ from pipette_launch.facts import Layout
 from pipette_launch.facts.schedule import (
     Schedule,
     eager_one_forward_one_backward,
-    gpipe,
     grouped_split,
     interleaved,
     interleaved_zero_bubble,
@@ -116,7 +115,6 @@ def small_schedule(kind: str, pp: int, vpp: int, microbatches: int) -> Schedule:
         return no_pipelining(microbatches)
     make = {
         "1f1b": lambda: one_forward_one_backward(pp, microbatches),
-        "gpipe": lambda: gpipe(pp, microbatches),
         "eager": lambda: eager_one_forward_one_backward(pp, microbatches),
         "interleaved": lambda: interleaved(pp, vpp + 1, pp * microbatches, pp),
         "gis": lambda: grouped_split(pp, vpp, pp * microbatches, pp),
@@ -138,7 +136,7 @@ def v_of_one_by_one(pp: int, microbatches: int) -> Schedule:
     return from_words("v-one-by-one", pp=pp, vpp=2, ranks=ranks, placement="v")
 
 
-KINDS_OF_SCHEDULE = ("1f1b", "gpipe", "eager", "interleaved", "gis", "zb", "v")
+KINDS_OF_SCHEDULE = ("1f1b", "eager", "interleaved", "gis", "zb", "v")
 
 
 @given(

@@ -35,7 +35,6 @@ from pipette_launch.facts.schedule import (
     Program,
     Schedule,
     eager_one_forward_one_backward,
-    gpipe,
     grouped_split,
     interleaved,
     interleaved_zero_bubble,
@@ -70,10 +69,6 @@ class NamedSchedule:
 
 
 SCHEDULES: dict[str, NamedSchedule] = {
-    # GPipe runs all forwards, then all backwards.
-    "gpipe": NamedSchedule(
-        peak=lambda _p, _v, _g: float("inf"), by_counts=lambda p, _v, n, _g: gpipe(p, n), splits_backward=False
-    ),
     # 1F1B runs one forward and one backward in turn.
     "1f1b": NamedSchedule(
         peak=lambda p, _v, _g: p,

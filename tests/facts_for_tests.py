@@ -8,7 +8,6 @@ from dataclasses import replace
 from pipette_launch.facts import (
     Batch,
     Cluster,
-    CollectiveTime,
     ComputeCase,
     ComputeTime,
     Device,
@@ -21,7 +20,7 @@ from pipette_launch.facts import (
     Samples,
     StageReading,
 )
-from pipette_launch.facts.measurements import memory_digest
+from pipette_launch.facts.measurements import CollectiveTime, memory_digest
 from pipette_launch.facts.model import LatentAttention
 
 

@@ -10,19 +10,17 @@ from facts_for_tests import tiny_cluster, tiny_measurements
 from pipette_launch.facts import (
     Choice,
     Cluster,
-    CollectiveTime,
     ComputeCase,
     Layout,
     Links,
     Measurements,
-    MemoryReading,
     Plan,
     Provenance,
     Samples,
     Setting,
 )
 from pipette_launch.facts.health import Verdict
-from pipette_launch.facts.measurements import MemoryNeed
+from pipette_launch.facts.measurements import CollectiveTime, MemoryNeed, MemoryReading
 from pipette_launch.facts.plan import Rate, Trial, Trials
 from pipette_launch.facts.prediction import PARTS, Comparison, Entry, Prediction, StageMemory
 from pipette_launch.report import comparison_screen, measured_screen, plan_file_screen, plan_screen, prediction_screen

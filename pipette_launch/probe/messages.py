@@ -15,22 +15,10 @@ from typing import ClassVar
 
 from pipette_launch.defaults import WARMUP_BUDGET_S
 from pipette_launch.errors import FactError, PipetteError
-from pipette_launch.facts import (
-    ComputeCase,
-    ComputeTime,
-    Device,
-    DeviceOverhead,
-    Host,
-    Job,
-    LoadingTime,
-    MemoryReading,
-    Samples,
-    StageReading,
-    files,
-)
+from pipette_launch.facts import ComputeCase, ComputeTime, Device, Host, Job, LoadingTime, Samples, StageReading, files
 from pipette_launch.facts.cluster import HostsOfJob
 from pipette_launch.facts.health import DeviceCondition
-from pipette_launch.facts.measurements import CollectiveKind
+from pipette_launch.facts.measurements import CollectiveKind, DeviceOverhead, MemoryReading
 from pipette_launch.facts.messages import Dimension
 from pipette_launch.probe.health.nvml import LoadReading
 

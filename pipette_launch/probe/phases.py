@@ -29,19 +29,16 @@ import torch
 import torch.distributed as dist
 
 from pipette_launch.errors import FileFormatError, PipetteError, ProbeError
-from pipette_launch.facts import (
-    Cluster,
-    ComputeCase,
-    ComputeTime,
-    DeviceOverhead,
-    Job,
-    Links,
-    LoadingTime,
-    Measurements,
-    files,
-)
+from pipette_launch.facts import Cluster, ComputeCase, ComputeTime, Job, Links, LoadingTime, Measurements, files
 from pipette_launch.facts.health import Verdict
-from pipette_launch.facts.measurements import LAYERS, UNSTABLE_SPREAD, CollectiveKind, Coverage, layers_digest
+from pipette_launch.facts.measurements import (
+    LAYERS,
+    UNSTABLE_SPREAD,
+    CollectiveKind,
+    Coverage,
+    DeviceOverhead,
+    layers_digest,
+)
 from pipette_launch.facts.messages import Advice, Dimension, MeasuringQuestion, StageCase
 from pipette_launch.probe.compute.benches import LayerBench, StageBench
 from pipette_launch.probe.compute.slot_speeds import Speeds, factors, on_the_wall, speeds

@@ -23,16 +23,7 @@ from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.facts import ComputeCase, Job, Layout, Recompute
 from pipette_launch.facts.co_location import Domains
-from pipette_launch.facts.layout import (
-    FLAG_WORDS,
-    NO_RECOMPUTE,
-    OVERLAPS,
-    Degrees,
-    Ints,
-    LayoutColumns,
-    MemoryOptions,
-    grouped,
-)
+from pipette_launch.facts.layout import FLAG_WORDS, NO_RECOMPUTE, Degrees, Ints, LayoutColumns, MemoryOptions, grouped
 from pipette_launch.megatron.rules import degrees
 from pipette_launch.megatron.rules.broken import Broken, Rules
 from pipette_launch.megatron.rules.judge import broken_rule
@@ -493,8 +484,7 @@ def _num_option_choices(columns: LayoutColumns, layout: Layout) -> Ints:
     again = np.array([each == layout.recompute for each in columns.recomputes])
     optimizer_N = columns.use_distributed_optimizer != layout.use_distributed_optimizer
     overlap_N = columns.overlap_grad_reduce != layout.overlap_grad_reduce
-    for name in OVERLAPS:
-        overlap_N |= (getattr(columns, name) != getattr(layout, name)) & ~optimizer_N
+    overlap_N |= (columns.overlap_param_gather != layout.overlap_param_gather) & ~optimizer_N
     parallel_N = columns.sequence_parallel != layout.sequence_parallel
     num_N: Ints = parallel_N.astype(np.int64) + optimizer_N + overlap_N + ~again[columns.recompute]
     return num_N

@@ -23,8 +23,8 @@ from pipette_launch.cost.learned import (
 )
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.cost.step.predictor import Predictor
-from pipette_launch.facts import Batch, CollectiveTime, ComputeCase, Layout, Measurements, Samples
-from pipette_launch.facts.measurements import ERROR_OF_MEDIAN
+from pipette_launch.facts import Batch, ComputeCase, Layout, Measurements, Samples
+from pipette_launch.facts.measurements import ERROR_OF_MEDIAN, CollectiveTime
 from pipette_launch.facts.outcome import Outcome, PeakReading
 
 JOB = tiny_job(4, batch=Batch(global_batch_size=32))

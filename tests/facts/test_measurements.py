@@ -15,21 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipette_launch.errors import FactError, FileFormatError
-from pipette_launch.facts import (
-    Batch,
-    CollectiveTime,
-    ComputeCase,
-    ComputeTime,
-    DeviceOverhead,
-    Layout,
-    Measurements,
-    MemoryReading,
-    Samples,
-    StageReading,
-    files,
-)
+from pipette_launch.facts import Batch, ComputeCase, ComputeTime, Layout, Measurements, Samples, StageReading, files
 from pipette_launch.facts.health import DeviceCondition, Verdict
-from pipette_launch.facts.measurements import LinkSurvey, RailRates, memory_digest, without_hosts
+from pipette_launch.facts.measurements import (
+    CollectiveTime,
+    DeviceOverhead,
+    LinkSurvey,
+    MemoryReading,
+    RailRates,
+    memory_digest,
+    without_hosts,
+)
 
 TIMED = "combinations of tp, cp and micro-batch timed"
 CASES = tuple(ComputeCase(tp=1, cp=1, micro_batch_size=size) for size in range(1, 6))

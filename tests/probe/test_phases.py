@@ -17,9 +17,9 @@ from probe.workers import REFERENCE, tiny_options
 from torch.distributed import HashStore
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.facts import ComputeTime, DeviceOverhead, Links, LoadingTime, Samples
+from pipette_launch.facts import ComputeTime, Links, LoadingTime, Samples
 from pipette_launch.facts.health import DeviceCondition
-from pipette_launch.facts.measurements import LinkSurvey
+from pipette_launch.facts.measurements import DeviceOverhead, LinkSurvey
 from pipette_launch.facts.messages import Advice, Dimension
 from pipette_launch.probe import phases
 from pipette_launch.probe.health.nvml import LoadReading

@@ -9,8 +9,9 @@ from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, with_one_
 from search.toys import never
 from search.worlds import on_gpus, two_racks
 
-from pipette_launch.facts import Batch, DeviceOverhead, Layout
+from pipette_launch.facts import Batch, Layout
 from pipette_launch.facts.layout import LayoutColumns
+from pipette_launch.facts.measurements import DeviceOverhead
 from pipette_launch.search.candidates import (
     Candidate,
     Promising,

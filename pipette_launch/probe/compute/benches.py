@@ -16,15 +16,8 @@ from operator import attrgetter
 from time import sleep
 from typing import Any, ClassVar
 
-from pipette_launch.facts import (
-    ComputeCase,
-    ComputeTime,
-    Job,
-    MemoryReading,
-    Samples,
-    StageReading,
-)
-from pipette_launch.facts.measurements import LAYERS, memory_digest
+from pipette_launch.facts import ComputeCase, ComputeTime, Job, Samples, StageReading
+from pipette_launch.facts.measurements import LAYERS, MemoryReading, memory_digest
 from pipette_launch.facts.messages import StageCase
 from pipette_launch.probe.compute.own_script import OwnScript
 from pipette_launch.probe.compute.slot_speeds import PaceTest

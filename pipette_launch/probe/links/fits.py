@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.facts import CollectiveTime, Links, Measurements
-from pipette_launch.facts.measurements import UNSTABLE_SPREAD, LinkSurvey, RailRates
+from pipette_launch.facts import Links, Measurements
+from pipette_launch.facts.measurements import UNSTABLE_SPREAD, CollectiveTime, LinkSurvey, RailRates
 from pipette_launch.facts.messages import Dimension
 from pipette_launch.probe.links.selection import Line, Pair, Place, estimate
 from pipette_launch.probe.messages import GroupSamples, LinkSamples, WarmupOrder, WorkerResult

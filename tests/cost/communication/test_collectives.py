@@ -26,7 +26,8 @@ from pipette_launch.cost.communication.collectives import (
 )
 from pipette_launch.cost.layers.passes import Collective
 from pipette_launch.errors import FactError
-from pipette_launch.facts import Cluster, CollectiveTime, Links
+from pipette_launch.facts import Cluster, Links
+from pipette_launch.facts.measurements import CollectiveTime
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 3), st.booleans())

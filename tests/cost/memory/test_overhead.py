@@ -25,8 +25,9 @@ from pipette_launch.cost.memory.overhead import (
     workspace_bytes,
 )
 from pipette_launch.cost.memory.peak import peak_memory_bytes
-from pipette_launch.facts import Batch, Cluster, DeviceOverhead, Job, Layout, Measurements, StageReading
+from pipette_launch.facts import Batch, Cluster, Job, Layout, Measurements, StageReading
 from pipette_launch.facts.layout import LayoutColumns
+from pipette_launch.facts.measurements import DeviceOverhead
 from pipette_launch.text import MIB
 
 A100, H100, B200 = 8, 9, 10

@@ -26,18 +26,8 @@ from pipette_launch.cost.communication.exchanges import Groups
 from pipette_launch.cost.pipeline.extra import named_schedule
 from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor
 from pipette_launch.errors import PlanError
-from pipette_launch.facts import (
-    Batch,
-    Cluster,
-    CollectiveTime,
-    ComputeCase,
-    ComputeTime,
-    Job,
-    Layout,
-    Links,
-    Measurements,
-    Samples,
-)
+from pipette_launch.facts import Batch, Cluster, ComputeCase, ComputeTime, Job, Layout, Links, Measurements, Samples
+from pipette_launch.facts.measurements import CollectiveTime
 from pipette_launch.facts.schedule import PassTimes
 
 DENSE = replace(tiny_job(8), batch=Batch(global_batch_size=16))

@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -38,6 +39,62 @@ class CoreAttention(torch.nn.Module):
         """Heads in, one row a token out."""
         output: torch.Tensor = KeepsWhatFlashKeeps.apply(query, key, value)
         return output.flatten(-2)
+
+
+class KeepsWhatKernelsKeep(torch.autograd.Function):
+    """A kernel that computes nothing of use, but keeps its arguments and `extra` in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, extra: tuple[int, ...], *kept: torch.Tensor) -> torch.Tensor:
+        """Copy the first argument into the output."""
+        result = output.contiguous().clone()
+        ctx.save_for_backward(*kept, *((result.new_empty(extra, dtype=torch.float32),) if extra else ()))
+        return result
+
+
+class Normalised(torch.autograd.Function):
+    """A norm of vectors, which keeps its output and a number for each vector."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor) -> torch.Tensor:
+        """Copy the input into the output."""
+        output = source.clone()
+        ctx.save_for_backward(output, source.new_empty(source.shape[:-1], dtype=torch.float32))
+        return output
+
+
+def _convolved(x: torch.Tensor, weight: torch.Tensor, **_: Any) -> torch.Tensor:
+    return KeepsWhatKernelsKeep.apply(x, (), x, weight)
+
+
+def _delta_rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: Any, beta: Any, **_: Any) -> tuple[Any, None]:
+    # 64 scores of 2 bytes for each head take as many bytes as 32 numbers in fp32.
+    return KeepsWhatKernelsKeep.apply(v, (*q.shape[:3], 32), q, k, v, g, beta), None
+
+
+def stand_in_for_kernels() -> None:
+    """Register modules with the names of flash-linear-attention and causal-conv1d."""
+    parts = {
+        "fla.modules.convolution": {"causal_conv1d": lambda **given: (_convolved(**given), None)},
+        "fla.modules.l2norm": {"l2norm": Normalised.apply},
+        "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": _delta_rule},
+        "causal_conv1d": {"causal_conv1d_fn": _convolved},
+    }
+    for name in ("fla", "fla.modules", "fla.ops", *parts):
+        module = sys.modules[name] = ModuleType(name)
+        module.__dict__.update(parts.get(name, {}), __path__=[])
+
+
+class WholeLinear(torch.nn.Linear):
+    """Stands in for Transformer Engine's linear that every rank has in full."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, **_: Any) -> None:
+        """Take whatever Transformer Engine's takes."""
+        super().__init__(inputs, outputs, bias=bias)
+
+    def forward(self, source: torch.Tensor) -> Any:
+        """Return no bias beside the output."""
+        return super().forward(source), None
 
 
 @contextmanager
@@ -87,9 +144,20 @@ def layer_spec(config: Any) -> Any:
         multi_latent_attention=config.multi_latent_attention,
         normalization=config.normalization,
     )
-    if config.multi_latent_attention:
+    if config.multi_latent_attention or config.__dict__.get("attention_output_gate"):
         spec.submodules.self_attention.submodules.core_attention = CoreAttention
     return spec
+
+
+def delta_net(config: Any, groups: Any) -> torch.nn.Module:
+    """A gated delta network between Megatron's own linears."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    parts = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear)
+    net: torch.nn.Module = GatedDeltaNet(config, parts, layer_number=1, pg_collection=groups)
+    return net
 
 
 def saved_bytes(module: torch.nn.Module, source: torch.Tensor, *rest: Any) -> int:
@@ -116,10 +184,12 @@ def layer_facts(case: dict[str, Any]) -> dict[str, int]:
 
     config = config_of(case)
     groups = ProcessGroupCollection.use_mpu_process_groups()
+    source = torch.randn(case["tokens"], case["batch"], config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    if config.__dict__.get("experimental_attention_variant"):
+        net = delta_net(config, groups).to(torch.bfloat16)
+        return {"parameters": sum(map(torch.numel, net.parameters())), "saved": saved_bytes(net, source, None)}
     layer = build_module(layer_spec(config), config=config, layer_number=1, pg_collection=groups)
     layer = layer.to(torch.bfloat16)
-    shape = (case["tokens"], case["batch"], config.hidden_size)
-    source = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
     parameters = sum(parameter.numel() for parameter in layer.parameters())
     saved = (
         saved_bytes(layer.mlp, source) if config.num_moe_experts else saved_bytes(layer.self_attention, source, None)
@@ -166,4 +236,8 @@ def main() -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     load("cpu")
+    stand_in_for_kernels()
+    from megatron.core.transformer.moe import moe_layer
+
+    moe_layer.HAVE_TE, moe_layer.TELinear = True, WholeLinear
     main()

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 from facts_for_tests import tiny_job, tiny_model
-from newest import with_gap_since_019
+from newest import CORE, with_gap_since_019
+from packaging.version import Version
 
 from pipette_launch.cost.layers.attention import Attention
+from pipette_launch.cost.layers.delta import Delta
 from pipette_launch.cost.layers.ends import depth_bytes, embedding_bytes
 from pipette_launch.cost.layers.kinds import kind_parameters
 from pipette_launch.cost.layers.mlp import Experts
 from pipette_launch.cost.layers.parameters import stage_parameters
-from pipette_launch.facts import Job, LatentAttention, Layout
+from pipette_launch.facts import GatedDelta, Job, LatentAttention, Layout
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("saved_worker.py")
@@ -42,7 +44,8 @@ class Case:
         """The job that the closed form reads."""
         base = {"params_dtype": "bf16", "seq_length": TOKENS, "max_position_embeddings": TOKENS}
         base |= {"position_embedding_type": "none", "add_bias_linear": False, "vocab_size": VOCABULARY}
-        return tiny_job(model=tiny_model(**(base | self.model)), performance_flags=self.flags)
+        model = tiny_model(**(base | self.model))
+        return tiny_job(model=model, performance_flags=self.flags, megatron_version=str(CORE))
 
     def question(self, **more: Any) -> dict[str, Any]:
         """What the worker is asked."""
@@ -114,6 +117,7 @@ EXPERT_CASES = {
 }
 KEEPS_PLACES = "keeps 8 bytes for each token and expert, in place of the router's probability and 1 byte of a mask"
 KEEPS_NO_PLACES = ("all-gather", "sinkhorn", "padded capacity")
+GATED = {"gated_linear_unit": True}
 LATENT = {
     "multi_latent_attention": True,
     "kv_lora_rank": 32,
@@ -139,6 +143,25 @@ LATENT_CASES = {
     "plain": latent_case(48, normed=False),
     "whole query": latent_case(None, normed=False),
 }
+NET = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+SHARED_GATE = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True}
+NEWER = pytest.mark.skipif(Version("0.16") > CORE, reason="megatron-core has these parts from 0.16 on")
+NEWER_CASES = {
+    "delta": Case(
+        {**NET, "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4, **GATED},
+        {"linear_attention": GatedDelta(**NET), "linear_layers": (1, 1, 1, 0)},
+    ),
+    "gate": Case({"attention_output_gate": True}, {"attention_output_gate": True}),
+    "sinks": Case({"softmax_type": "learnable"}, {"softmax_type": "learnable"}),
+    "shared gate": moe(SHARED_GATE, SHARED_GATE, ALLTOALL),
+    "latents": moe({"moe_latent_size": 16}, {"moe_latent_size": 16}, ALLTOALL),
+}
 ONE, TWO = (Case({"num_layers": layers}, {"num_layers": layers}) for layers in (1, 2))
 PREDICTS = Case({"num_layers": 1, "mtp_num_layers": 1}, {"num_layers": 1, "mtp_num_layers": 1})
 MODELS = {
@@ -152,7 +175,7 @@ MODELS = {
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, int]]:
     """What a process of its own found out: megatron-core and its process groups stay out of this one."""
-    cases = {**EXPERT_CASES, **LATENT_CASES}
+    cases = {**EXPERT_CASES, **LATENT_CASES, **(NEWER_CASES if Version("0.16") <= CORE else {})}
     questions = {**{name: case.question() for name, case in cases.items()}, **MODELS}
     path = os.pathsep.join(str(ROOT / folder) for folder in (".", "patches", "tests"))
     worker = subprocess.run(
@@ -192,6 +215,49 @@ def test_latent_attention_is_what_the_closed_form_says(name: str, found: dict[st
 
     assert kind_parameters(model, LAYOUT, "layer").count == found[name]["parameters"]
     assert sum(kept) + statistics == found[name]["saved"]
+
+
+@NEWER
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gate", "layer"), ("sinks", "layer"), ("shared gate", "moe_layer"), ("latents", "moe_layer")]
+)
+def test_newer_parts_weigh_what_the_closed_form_says(name: str, kind: Any, found: dict[str, dict[str, int]]) -> None:
+    """Every parameter of a layer with gates, sinks, or experts on latents."""
+    assert kind_parameters(NEWER_CASES[name].job.model, LAYOUT, kind).count == found[name]["parameters"]
+
+
+@NEWER
+def test_a_gated_delta_network_is_what_the_closed_form_says(found: dict[str, dict[str, int]]) -> None:
+    """Every parameter and, to 1 %, the saved bytes.
+
+    Without torch.compile the gate is kept in fp32 before and after its activation, in place of 2 bytes.
+    """
+    job = NEWER_CASES["delta"].job
+    net = Delta(job.model, LAYOUT)
+    kept = net.activations(job)
+    eager = (4 + 4 - 2) * TOKENS * BATCH * net.values
+
+    assert net.parameters().dense == found["delta"]["parameters"]
+    assert pytest.approx(kept.attention + kept.delta_norm + eager, rel=0.01) == found["delta"]["saved"]
+
+
+@NEWER
+def test_an_output_gate_keeps_what_the_closed_form_says(found: dict[str, dict[str, int]]) -> None:
+    """Without torch.compile the gate is kept in the matrix's output and as a sigmoid in fp32, in place of 2 bytes."""
+    job = NEWER_CASES["gate"].job
+    block = Attention(job.model, LAYOUT)
+
+    assert block.projected_bytes(job) + (2 + 4 - 2) * TOKENS * BATCH * block.gate == found["gate"]["saved"]
+
+
+@NEWER
+@pytest.mark.parametrize("name", with_gap_since_019(["latents"], KEEPS_PLACES))
+def test_experts_on_latents_keep_what_the_closed_form_says(name: str, found: dict[str, dict[str, int]]) -> None:
+    """Latents are the input of the projection back."""
+    job = NEWER_CASES[name].job
+    latents = 2 * TOKENS * BATCH * 16
+
+    assert pytest.approx(sum(Experts(job.model, LAYOUT).kept(job)) + latents, abs=32 * 4) == found[name]["saved"]
 
 
 def test_multi_token_prediction_weighs_what_the_closed_form_says(found: dict[str, dict[str, int]]) -> None:

@@ -252,12 +252,11 @@ def published(job: Job) -> dict[str, str]:
 
 def published_error(job: Job) -> str:
     """Return a sentence about the error of predictions for published runs of this kind of model."""
-    kind = "hybrid models" if job.model.hybrid else "models with experts" if job.model.num_experts else "dense models"
     unseen = [name for name, is_used in _unpublished(job.model).items() if is_used]
     return (
         "Steps of {models} published {kind} ({rows} runs) were predicted {mean_error} off in the mean, and "
         "{worst_error} off for the worst model, {worst_model}. Fitted constants had not seen the predicted model."
-    ).format(**_PUBLISHED_ERRORS[kind]) + (f" No published run had {' or '.join(unseen)}." if unseen else "")
+    ).format(**published(job)) + (f" No published run had {' or '.join(unseen)}." if unseen else "")
 
 
 def _unpublished(model: ModelSpec) -> dict[str, bool]:

@@ -163,8 +163,11 @@ class Attention(Block):
             # FlashAttention.forward copies its output for the projection, so the output is kept twice (TE backends.py,
             # v1.7 to v1.11 and from v2.3 on).
             kept += element * self.heads * channels
-        # The output gate keeps itself and its product with the context, the projection's input (MC attention.py).
-        kept += element * self.gate * (1 if narrow_bits(job) else 2)
+        if self.gate:
+            # The output gate keeps itself and its product with the context, which is the projection's input. With one
+            # query group the gate is a view of the whole output of the matrix (MC transformer/attention.py:1486).
+            whole = self.heads * self.query + self.gate + self.pair
+            kept += element * ((self.gate if self.groups > 1 else whole) + (0 if narrow_bits(job) else self.gate))
         if model.qk_layernorm:
             # Inputs of the norms of query and key, and their statistics (MC transformer/attention.py:1477-1481).
             vectors = self.tokens * (self.heads + self.groups)

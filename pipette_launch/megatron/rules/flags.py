@@ -222,7 +222,11 @@ TABLE = (
     excludes("multi_latent_attention qk_l2_norm"),
     excludes("moe_latent_size moe_shared_expert_overlap"),
     needs("moe_latent_size", "--num-experts"),
-    needs("experimental_attention_variant", "--transformer-impl transformer_engine"),
+    needs(
+        "experimental_attention_variant",
+        "--transformer-impl transformer_engine",
+        when=lambda f: not f.is_hybrid,
+    ),
     needs("fused_residual_rmsnorm", "--normalization RMSNorm"),
     needs("rope_type", "--multi-latent-attention", when=lambda f: f.rope_type != "rope"),
     excludes("squared_relu swiglu"),

@@ -30,7 +30,6 @@ from pipette_launch.facts.model import (
     BLOCKS,
     KINDS_WITH_ATTENTION,
     KINDS_WITH_EXPERTS,
-    LETTERS,
     TRANSFORMER_KINDS,
     LayerKind,
 )
@@ -194,7 +193,7 @@ def one_of_each(job: Job, case: ComputeCase, *, device_kind: str) -> tuple[Job, 
         "attention_windows": windows if any(windows) else (),
     }
     if hybrid:
-        letters = {kind: letter for letter, kind in LETTERS.items()}
+        letters = dict(zip(model.layer_kinds, hybrid.pattern, strict=True))
         changes["hybrid"] = dataclasses.replace(hybrid, pattern="".join(map(letters.__getitem__, kinds)))
     if model.linear_layers:
         changes["linear_layers"] = tuple(int("delta" in BLOCKS[kind]) for kind in kinds)

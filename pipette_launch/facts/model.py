@@ -9,17 +9,24 @@ from typing import Literal, TypeAlias
 from pipette_launch.errors import FactError
 from pipette_launch.facts.files import ADDED_LATER, check_numbers
 
-BlockKind: TypeAlias = Literal["attention", "delta", "mamba", "mlp", "experts"]
+BlockKind: TypeAlias = Literal["attention", "delta", "sparse", "shared_sparse", "mamba", "mlp", "experts"]
+_Sparse: TypeAlias = Literal["sparse_layer", "sparse_mlp_layer", "sparse_moe_layer"]
+_Shared: TypeAlias = Literal["shared_sparse_layer", "shared_sparse_mlp_layer", "shared_sparse_moe_layer"]
 _Transformer: TypeAlias = Literal["delta_mlp_layer", "delta_moe_layer", "layer", "moe_layer"]
 _Single: TypeAlias = Literal["mamba_layer", "attention_layer", "mlp_layer", "expert_layer", "delta_layer"]
-LayerKind: TypeAlias = Literal[_Transformer, _Single, "sparse_layer", "latent_layer"]
+LayerKind: TypeAlias = Literal[_Transformer, _Single, _Sparse, _Shared, "latent_layer"]
 BLOCKS: dict[LayerKind, tuple[BlockKind, ...]] = {
     "delta_mlp_layer": ("delta", "mlp"),
     "delta_moe_layer": ("delta", "experts"),
     "layer": ("attention", "mlp"),
     "moe_layer": ("attention", "experts"),
+    "sparse_mlp_layer": ("sparse", "mlp"),
+    "sparse_moe_layer": ("sparse", "experts"),
+    "shared_sparse_mlp_layer": ("shared_sparse", "mlp"),
+    "shared_sparse_moe_layer": ("shared_sparse", "experts"),
     "delta_layer": ("delta",),
-    "sparse_layer": ("attention",),
+    "sparse_layer": ("sparse",),
+    "shared_sparse_layer": ("shared_sparse",),
     "latent_layer": ("attention",),
     "mamba_layer": ("mamba",),
     "attention_layer": ("attention",),
@@ -37,11 +44,14 @@ LETTERS: dict[str, LayerKind] = {
     "E": "expert_layer",
 }
 """Letters of the layer kinds in Megatron's patterns of hybrid models. Attention has latents in layers `D` and `+`."""
-UNMODELLED = {"D"}
-"""Letters of layers that only the job's own script builds. Formulas treat these layers as attention layers."""
 TRANSFORMER_KINDS = tuple(kind for kind, blocks in BLOCKS.items() if len(blocks) == 2)
-_KIND_OF = {BLOCKS[kind]: kind for kind in TRANSFORMER_KINDS}
-_MIXERS: tuple[BlockKind, ...] = ("attention", "delta")
+_KIND_OF = {blocks: kind for kind, blocks in BLOCKS.items()}
+_SHARED: dict[LayerKind, LayerKind] = {
+    "sparse_layer": "shared_sparse_layer",
+    "sparse_mlp_layer": "shared_sparse_mlp_layer",
+    "sparse_moe_layer": "shared_sparse_moe_layer",
+}
+"""Kind of a layer whose selected keys come from an earlier layer, by the kind of a layer with an indexer."""
 _FEED_FORWARDS: tuple[BlockKind, ...] = ("mlp", "experts")
 KINDS_WITH_EXPERTS, KINDS_WITH_ATTENTION, _KINDS_WITH_MLP = (
     tuple(kind for kind, blocks in BLOCKS.items() if block in blocks) for block in ("experts", "attention", "mlp")
@@ -192,6 +202,55 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SparseAttention:
+    """Sparse attention (DeepSeek-V3.2, arXiv 2512.02556), whose indexer selects the keys that each token attends to.
+
+    Field names are Megatron's.
+    """
+
+    dsa_indexer_n_heads: int
+    dsa_indexer_head_dim: int
+    dsa_indexer_topk: int
+    """Number of keys that the indexer selects for a token."""
+    dsa_indexer_topk_freq: int = 1
+    """Number of layers that share the keys selected by one layer."""
+    dsa_indexer_skip_topk_offset: int = 0
+    """Number of first layers that do not share selected keys."""
+    dsa_indexer_loss_coeff: float = 0.0
+    """Weight of the loss that trains the indexer. 0 = the indexer is not trained."""
+    dsa_indexer_use_sparse_loss: bool = False
+    """True if the loss compares scores of selected keys, not of all keys."""
+    dsa_kernel_backend: Literal["none", "tilelang", "cudnn"] = "none"
+    """Library of the kernels. With `none`, torch computes all scores in fp32."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_topk_freq")
+        check_numbers(self, "dsa_indexer_skip_topk_offset", limit=0)
+
+    def source(self, number: int) -> int:
+        """Return the number of the layer that selects the keys of layer `number`; numbers count from 1.
+
+        Layers with another source have no indexer (dsa.py, source_dsa_compute_layer of core_v0.19).
+        """
+        return number - max(number - max(self.dsa_indexer_skip_topk_offset, 1), 0) % self.dsa_indexer_topk_freq
+
+    def selected_keys(self, seq_length: int) -> float:
+        """Return the mean number of keys that a token attends to. The first tokens have fewer earlier tokens."""
+        most = min(self.dsa_indexer_topk, seq_length)
+        return most - most * (most - 1) / (2 * seq_length)
+
+    @property
+    def width(self) -> int:
+        """Number of channels in the indexer's queries of one token."""
+        return self.dsa_indexer_n_heads * self.dsa_indexer_head_dim
+
+    def weights(self, hidden_size: int, latent_size: int) -> int:
+        """Return the number of parameters of an indexer with `latent_size` channels in the input of its queries."""
+        size = self.dsa_indexer_head_dim
+        return self.width * latent_size + (self.dsa_indexer_n_heads + size) * hidden_size + 2 * size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
     """A decoder-only transformer. Field names are Megatron's. Sizes are sizes of the whole model, not of one rank."""
 
@@ -229,6 +288,8 @@ class ModelSpec:
     """MLP width of the shared expert. 0 = no shared expert."""
     latent_attention: LatentAttention | None = field(default=None, metadata=ADDED_LATER)
     """Multi-latent attention. With latent attention, `num_query_groups` and `kv_channels` have no meaning."""
+    sparse_attention: SparseAttention | None = field(default=None, metadata=ADDED_LATER)
+    """Selection of keys in sparse attention, which is latent attention too."""
     mtp_num_layers: int = field(default=0, metadata=ADDED_LATER)
     """Number of depths of multi-token prediction. Each depth has a transformer layer on the last pipeline rank."""
     qk_layernorm: bool = field(default=False, metadata=ADDED_LATER)
@@ -283,18 +344,32 @@ class ModelSpec:
     def possible_kinds(self) -> tuple[LayerKind, ...]:
         """All kinds of layers of a hybrid model, and all kinds of other models."""
         if self.hybrid:
-            letters = self.hybrid.pattern + self.hybrid.mtp_pattern
-            return tuple(kind for letter, kind in LETTERS.items() if letter in letters)
+            return tuple(kind for kind in BLOCKS if kind in (*self.layer_kinds, *self.prediction_kinds))
         return tuple(dict.fromkeys(("layer", "moe_layer", *self.layer_kinds)))
+
+    @property
+    def _letters(self) -> dict[str, LayerKind]:
+        """The kind of layer of each letter. Sparse attention without a formula counts as latent attention."""
+        return LETTERS if self.sparse_attention else LETTERS | {"D": "latent_layer"}
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer of the model."""
         if self.hybrid:
-            return tuple(LETTERS[letter] for letter in self.hybrid.pattern)
+            return self._with_shared(tuple(self._letters[letter] for letter in self.hybrid.pattern))
         nothing = (0,) * self.num_layers
+        mixers: tuple[BlockKind, ...] = ("sparse" if self.sparse_attention else "attention", "delta")
         pairs = zip(self.linear_layers or nothing, self.moe_layer_freq or nothing, strict=True)
-        return tuple(_KIND_OF[_MIXERS[is_linear], _FEED_FORWARDS[has_experts]] for is_linear, has_experts in pairs)
+        kinds = (_KIND_OF[mixers[is_linear], _FEED_FORWARDS[has_experts]] for is_linear, has_experts in pairs)
+        return self._with_shared(tuple(kinds))
+
+    def _with_shared(self, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
+        """Replace the kinds of layers of sparse attention that have no indexer."""
+        sparse = self.sparse_attention
+        if sparse is None or sparse.dsa_indexer_topk_freq == 1:
+            return kinds
+        pairs = enumerate(kinds, 1)
+        return tuple(_SHARED.get(kind, kind) if sparse.source(number) < number else kind for number, kind in pairs)
 
     @property
     def prediction_kinds(self) -> tuple[LayerKind, ...]:
@@ -302,8 +377,10 @@ class ModelSpec:
         if not self.mtp_num_layers:
             return ()
         if self.hybrid:
-            return tuple(LETTERS[letter] for letter in self.hybrid.mtp_pattern)
-        return self.layer_kinds[-1:]
+            return tuple(self._letters[letter] for letter in self.hybrid.mtp_pattern)
+        mixer, feed_forward = BLOCKS[self.layer_kinds[-1]]
+        # Depths count their layers from 1, so they have indexers (core_v0.20, multi_token_prediction.py:1224).
+        return (_KIND_OF["sparse" if self.sparse_attention else mixer, feed_forward],)
 
     @property
     def has_dense_mlps(self) -> bool:
@@ -364,12 +441,23 @@ class ModelSpec:
             return self.linear_attention.flops_per_token(hidden)
         if block == "attention":
             return 2.0 * self.attention_parameters() + self.core_flops_per_token
+        if block in ("sparse", "shared_sparse"):
+            return 2.0 * self.attention_parameters() + self.sparse_core_flops(has_indexer=block == "sparse")
         if block == "mlp":
             return 2.0 * self.mlp_parameters()
         matrices = self.moe_router_topk * self.expert_parameters() + hidden * (self.num_experts or 0)
         if self.moe_shared_expert_intermediate_size:
             matrices += self.mlp_parameters(self.moe_shared_expert_intermediate_size)
         return 2.0 * (matrices + 2 * hidden * self.moe_latent_size)
+
+    def sparse_core_flops(self, *, has_indexer: bool) -> float:
+        """Return the FLOPs of one token's selected scores and context, and of the indexer's scores of earlier keys."""
+        latent, sparse = self.latent_attention, self.sparse_attention
+        assert latent is not None
+        assert sparse is not None
+        channels = 2 * latent.kv_lora_rank + latent.qk_pos_emb_head_dim
+        core = 2.0 * sparse.selected_keys(self.seq_length) * self.num_attention_heads * channels
+        return core + has_indexer * self.seq_length * sparse.width
 
     @property
     def core_flops_per_token(self) -> float:
@@ -399,9 +487,10 @@ class ModelSpec:
 
         Each matrix product counts three times (forward and backward), and a multiply-add counts as 2 FLOPs. The causal
         mask halves attention's FLOPs. Biases, the router and recompute are left out. Megatron releases before
-        core_v0.16 ignore the causal mask, and all releases ignore attention windows. In hybrid models Megatron also
-        leaves out output gates, latent attention, and the projections of multi-token prediction. A depth after a gated
-        delta network counts as one, although Megatron counts by the place in the pattern.
+        core_v0.16 ignore the causal mask, and all releases ignore attention windows, and indexers and their selection.
+        In hybrid models Megatron also leaves out output gates, latent attention, and the projections of multi-token
+        prediction. A depth after a gated delta network counts as one, although Megatron counts by the place in the
+        pattern.
         """
         latent, hidden, depths = self.latent_attention, self.hidden_size, self.mtp_num_layers
         counted = replace(self, add_bias_linear=False, add_qkv_bias=False, attention_windows=())
@@ -412,7 +501,9 @@ class ModelSpec:
             "experts": 2 * hidden * (self.num_experts or 0),
         }
         kinds = (*self.layer_kinds, *depths * self.prediction_kinds)
-        blocks = Counter(block for kind in kinds for block in BLOCKS[kind])
+        blocks = Counter[BlockKind](
+            "attention" if "sparse" in block else block for kind in kinds for block in BLOCKS[kind]
+        )
         layers = sum(
             count * (counted.block_flops_per_token(block) - left_out.get(block, 0)) for block, count in blocks.items()
         )

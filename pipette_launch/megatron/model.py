@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipette_launch.errors import FactError, MegatronError
-from pipette_launch.facts import GatedDelta, HybridLayers, LatentAttention, ModelSpec
+from pipette_launch.facts import GatedDelta, HybridLayers, LatentAttention, ModelSpec, SparseAttention
 from pipette_launch.megatron.chunks import hybrid_pattern
-from pipette_launch.megatron.flags import Arguments, why_missing
+from pipette_launch.megatron.flags import Arguments, release_of, why_missing
 from pipette_launch.megatron.layout import MOST_LAYERS, known_dest, num_layers_of
 from pipette_launch.megatron.tokenizers import Vocabulary
 
@@ -35,6 +35,8 @@ VARIABLES: dict[str, tuple[str, ...]] = {
 """TransformerEngine's environment variables, and the backends for which Megatron sets the variable to 1, not 0."""
 _NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 _AMPERE, _HOPPER = 8, 9
+FIRST_ABSORBED = (0, 19)
+"""First release whose sparse attention shares one key among all heads, and has kernels."""
 
 
 def check_required(arguments: Arguments, *, starts_nothing: bool, cause: str = "") -> str:
@@ -109,6 +111,7 @@ def read_model(
             transformer_impl=transformer_impl,
             attention_backend=_backend(arguments, transformer_impl, environment, capability),
             latent_attention=_latent_attention(arguments),
+            sparse_attention=_sparse_attention(arguments),
             mtp_num_layers=len(pattern.depths) if pattern else arguments.get("mtp_num_layers") or 0,
             hybrid=_hybrid_layers(arguments),
             qk_layernorm=bool(arguments.get("qk_layernorm")),
@@ -221,6 +224,21 @@ def _linear_layers(arguments: Arguments) -> tuple[int, ...]:
     if isinstance(pattern, int):
         return tuple(int(layer % pattern != 0) for layer in range(1, num_layers_of(arguments) + 1))
     return pattern
+
+
+def _sparse_attention(arguments: Arguments) -> SparseAttention | None:
+    """Return the selection of keys by sparse attention; None for releases whose sparse attention has no formula."""
+    pattern, variant = hybrid_pattern(arguments), arguments.get("experimental_attention_variant")
+    is_sparse = "D" in "".join((pattern.layers, *pattern.depths)) if pattern else variant == "dsa"
+    if not is_sparse or release_of(arguments.version) < FIRST_ABSORBED:
+        return None
+    sizes = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
+    options = "dsa_indexer_loss_coeff dsa_indexer_skip_topk_offset dsa_indexer_topk_freq dsa_indexer_use_sparse_loss"
+    values = {name: arguments.get(name) for name in (*options.split(), "dsa_kernel_backend")}
+    values |= {name: arguments.size(name) for name in sizes}
+    if arguments.get("attention_backend") == "unfused":
+        values["dsa_kernel_backend"] = "none"
+    return SparseAttention(**{name: value for name, value in values.items() if value is not None})
 
 
 def _hybrid_layers(arguments: Arguments) -> HybridLayers | None:

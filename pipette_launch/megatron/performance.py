@@ -11,10 +11,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Job, files
 from pipette_launch.facts.job import SCRIPT_ONLY, PerformanceOptions
-from pipette_launch.facts.model import UNMODELLED
 from pipette_launch.megatron.chunks import HYBRID_SPECS, PATTERN_DESTS
-from pipette_launch.megatron.flags import Arguments, flag_defaults, releases
-from pipette_launch.megatron.model import GATED_DELTA_NETS
+from pipette_launch.megatron.flags import Arguments, flag_defaults, release_of, releases
+from pipette_launch.megatron.model import FIRST_ABSORBED, GATED_DELTA_NETS
 
 _ITEM_TYPES = {
     name: get_args(hint)[0] if get_origin(hint) is tuple else None
@@ -57,13 +56,14 @@ def unmodelled(arguments: Arguments) -> list[str]:
     """Return the destinations of given flags that select layers without a formula, such as layers of an own module."""
     dests = [option[2:].replace("-", "_") for option in SCRIPT_ONLY]
     values = {dest: arguments.get(dest) for dest in dests if arguments.is_given(dest)}
+    has_sparse = release_of(arguments.version) >= FIRST_ABSORBED
     given = {dest: value for dest, value in values.items() if value not in (None, [], ["local"], False)}
     return [
         dest
         for dest, value in given.items()
         if not (dest == "spec" and value[-1] in HYBRID_SPECS)
-        and not (dest in PATTERN_DESTS and UNMODELLED.isdisjoint(value))
-        and value not in GATED_DELTA_NETS
+        and not (dest in PATTERN_DESTS and (has_sparse or "D" not in value))
+        and value not in (*GATED_DELTA_NETS, *(("dsa",) if has_sparse else ()))
     ]
 
 

@@ -106,6 +106,9 @@ def check_planned(
     # The warm-up runs the script itself, so it can time layers for which no formula exists.
     for dest in () if needs_warm_up else unmodelled(arguments):
         raise arguments.refusal(UNMODELLED[dest], dest)
+    if needs_warm_up and (arguments.get("dsa_indexer_topk_freq") or 1) > 1:
+        reason = "the warm-up times single layers, so it cannot time layers that share selected keys"
+        raise arguments.refusal(reason, "dsa_indexer_topk_freq")
     if foreign.name and not needs_warm_up:
         raise MegatronError(f"no formula describes the {foreign.name} model of this script: the launcher measures it")
     if foreign.name and not foreign.has_one_stack and arguments.size(PP) > 1:

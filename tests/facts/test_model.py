@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from facts_for_tests import tiny_model
+from facts_for_tests import LATENT, tiny_model
 from published import llama_7b
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.model import GatedDelta, HybridLayers, LatentAttention
+from pipette_launch.facts.model import GatedDelta, HybridLayers, LatentAttention, SparseAttention
 
 
 def test_llama_has_as_many_parameters_as_published() -> None:
@@ -107,6 +107,9 @@ DEEPSEEK_V3 = GATED | {
     ),
 }
 
+SPARSE = SparseAttention(dsa_indexer_n_heads=64, dsa_indexer_head_dim=128, dsa_indexer_topk=2048)
+"""DeepSeek-V3.2's indexer, which Megatron's number leaves out."""
+
 
 QWEN3_NEXT = GATED | {
     "num_layers": 48,
@@ -147,11 +150,12 @@ MIXED = LATENTS | {
         (4, LLAMA_8B, 48_255_467_520),
         (1, MIXTRAL, 79_709_601_792),
         (1, DEEPSEEK_V3, 260_003_960_832),
+        (1, DEEPSEEK_V3 | {"sparse_attention": SPARSE}, 260_003_960_832),
         (1, QWEN3_NEXT, 22_739_681_280),
         (1, LATENTS | {"linear_layers": ()}, 16_966_483_968),
         (1, MIXED, 2_685_075_456),
     ],
-    ids=["Llama 8B", "Mixtral", "DeepSeek-V3", "Qwen3-Next", "experts on latents", "M*EGE"],
+    ids=["Llama 8B", "Mixtral", "DeepSeek-V3", "DeepSeek-V3.2", "Qwen3-Next", "experts on latents", "M*EGE"],
 )
 def test_flops_of_published_models_are_megatrons(tp: int, changes: dict[str, object], expected: int) -> None:
     """The expected numbers come from num_floating_point_operations of core_v0.16.1 and 0.18 to 0.20, for one token."""
@@ -188,6 +192,28 @@ def test_layers_have_kinds() -> None:
     assert ("delta_moe_layer", "moe_layer") == tiny_model(**QWEN3_NEXT).layer_kinds[2:4]
     assert ("moe_layer",) == tiny_model(**QWEN3_NEXT | {"mtp_num_layers": 1}).prediction_kinds
     assert (1, 2) == (hybrid.prediction_copies, tiny_model(mtp_num_layers=2).prediction_copies)
+
+
+def test_layers_of_sparse_attention_share_keys() -> None:
+    """After two first layers, every third layer selects keys for itself and the next two; depths select their own."""
+    sparse = replace(SPARSE, dsa_indexer_topk_freq=3, dsa_indexer_skip_topk_offset=2)
+    model = tiny_model(**DEEPSEEK_V3 | {"sparse_attention": sparse})
+    shared = [kind.startswith("shared") for kind in model.layer_kinds]
+
+    assert [False, False, True, True, False, True, True, False] == shared[:8]
+    assert [1, 2, 2, 2, 5, 5, 5] == [sparse.source(number) for number in range(1, 8)]
+    assert ("shared_sparse_mlp_layer", "shared_sparse_moe_layer") == model.layer_kinds[2:4]
+    assert ("sparse_moe_layer",) == model.prediction_kinds
+    assert 0 < model.kind_flops_per_token("shared_sparse_layer") < model.kind_flops_per_token("sparse_layer")
+    assert SPARSE.selected_keys(8192) == sum(min(2048, token) for token in range(1, 8193)) / 8192
+
+
+def test_a_letter_without_formula_is_latent_attention() -> None:
+    """Layers D of releases before 0.19 count as latent attention."""
+    sizes = {"num_layers": 4, "hybrid": replace(HYBRID, pattern="D-D-", mtp_pattern=""), "latent_attention": LATENT}
+
+    assert ("latent_layer", "mlp_layer") == tiny_model(**sizes).possible_kinds
+    assert ("sparse_layer", "mlp_layer") == tiny_model(**sizes, sparse_attention=SPARSE).possible_kinds
 
 
 def test_a_hybrid_layer_has_the_flops_of_its_block() -> None:

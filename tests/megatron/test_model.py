@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from megatron_lines import SMALL, job
 
 from pipette_launch.errors import MegatronError
-from pipette_launch.facts import GatedDelta, LatentAttention
+from pipette_launch.facts import GatedDelta, LatentAttention, SparseAttention
 
 
 @pytest.mark.parametrize(
@@ -141,6 +142,31 @@ def test_gated_delta_networks_are_read() -> None:
         job(words, for_prediction=True)
     with pytest.raises(MegatronError, match="second version of gated delta networks is not modelled"):
         job("--experimental-attention-variant gdn2 --linear-attention-freq 4", version="0.20")
+
+
+SPARSE_WORDS = "--dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 --dsa-indexer-topk 8 --no-rope-fusion"
+SPARSE_WORDS += " --disable-bias-linear --transformer-impl transformer_engine"
+DSA = f"--experimental-attention-variant dsa --multi-latent-attention {SPARSE_WORDS}"
+
+
+def test_sparse_attention_is_read() -> None:
+    """From 0.19 on, from the variant or the letter D; unfused attention has no kernels."""
+    words = f"{DSA} --dsa-kernel-backend cudnn --dsa-indexer-loss-coeff 0.1 --dsa-indexer-topk-freq 2"
+    model = job(words, for_prediction=True, version="0.19").model
+    unfused = job(f"{words} --attention-backend unfused", for_prediction=True, version="0.20").model
+    hybrid = job(f"--hybrid-layer-pattern D-D-D-D- {SPARSE_WORDS}", for_prediction=True, version="0.19").model
+
+    sizes = {"dsa_indexer_n_heads": 4, "dsa_indexer_head_dim": 16, "dsa_indexer_topk": 8, "dsa_indexer_topk_freq": 2}
+    expected = SparseAttention(**sizes, dsa_indexer_loss_coeff=0.1, dsa_kernel_backend="cudnn")
+    assert expected == model.sparse_attention
+    assert replace(expected, dsa_kernel_backend="none") == unfused.sparse_attention
+    assert "sparse_layer" == hybrid.layer_kinds[0]
+    for version in ("0.16", "0.18"):
+        with pytest.raises(MegatronError, match=r"sparse attention before 0\.19 is not modelled"):
+            job(DSA, for_prediction=True, version=version)
+    assert job(DSA, version="0.18").model.sparse_attention is None
+    with pytest.raises(MegatronError, match="--dsa-indexer-topk-freq 2: the warm-up times single layers"):
+        job(words, version="0.19")
 
 
 def test_gates_sinks_and_latents_are_read() -> None:

@@ -30,7 +30,7 @@ from pipette_launch.megatron.performance import performance_options
 
 _STATISTICS_BYTES = {"LayerNorm": 8, "RMSNorm": 4}
 """Bytes that a norm keeps for each vector: mean and reciprocal deviation in fp32 (RMSNorm keeps no mean)."""
-_ANGLES = 4
+ANGLES = 4
 """Number of tensors of sines and cosines that a rotary embedding keeps for queries and keys (MC
 models/common/embeddings/rope_utils.py:113-125)."""
 
@@ -173,7 +173,7 @@ class Attention(Block):
             vectors = self.tokens * (self.heads + self.groups)
             kept += vectors * (model.dtype_bytes * channels + _STATISTICS_BYTES[model.normalization])
         if model.position_embedding_type == "rope" and not performance_options(job).apply_rope_fusion:
-            kept += _ANGLES * model.dtype_bytes * model.seq_length // self.layout.cp * channels
+            kept += ANGLES * model.dtype_bytes * model.seq_length // self.layout.cp * channels
         # In FP8 and FP4 the projection's input is a narrow copy of the context (TE module/linear.py).
         return kept + int(self.tokens * self.heads * channels * narrow_bits(job) / 8)
 
@@ -185,7 +185,7 @@ class Attention(Block):
         latents.
         """
         model, ranks = self.model, latent.kv_lora_rank + (latent.q_lora_rank or 0)
-        angles = 0 if fused_rope else _ANGLES * model.seq_length // self.layout.cp * latent.qk_pos_emb_head_dim
+        angles = 0 if fused_rope else ANGLES * model.seq_length // self.layout.cp * latent.qk_pos_emb_head_dim
         widths = ranks + latent.qk_pos_emb_head_dim + (ranks if model.qk_layernorm else 0)
         vectors = model.dtype_bytes * self.tokens * self.heads
         return LatentBytes(

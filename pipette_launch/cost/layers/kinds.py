@@ -20,6 +20,7 @@ from pipette_launch.cost.layers.ends import depth_bytes
 from pipette_launch.cost.layers.mamba import Mamba
 from pipette_launch.cost.layers.mlp import Experts, Mlp
 from pipette_launch.cost.layers.passes import Load, PassLoads, is_captured
+from pipette_launch.cost.layers.sparse import SharedSparse, Sparse
 from pipette_launch.facts.job import ITERATION, Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import BLOCKS, TRANSFORMER_KINDS, BlockKind, LayerKind, ModelSpec
@@ -29,6 +30,8 @@ CLASSES: dict[BlockKind, type[Block]] = {
     "mamba": Mamba,
     "delta": Delta,
     "attention": Attention,
+    "sparse": Sparse,
+    "shared_sparse": SharedSparse,
     "mlp": Mlp,
     "experts": Experts,
 }
@@ -43,6 +46,13 @@ _ALONE = Layout()
 def blocks_of(model: ModelSpec, layout: Layout, kind: LayerKind) -> list[Block]:
     """Return the blocks of a layer."""
     return [CLASSES[block](model, layout) for block in BLOCKS[kind]]
+
+
+def attention_of(model: ModelSpec, layout: Layout, kind: LayerKind | None = None) -> Attention:
+    """Return the attention of a layer, or of the model's first kind of attention if the layer has no attention."""
+    blocks = blocks_of(model, layout, kind) if kind else ()
+    usual = Sparse if model.sparse_attention else Attention
+    return next((block for block in blocks if isinstance(block, Attention)), usual(model, layout))
 
 
 def kind_parameters(model: ModelSpec, layout: Layout, kind: LayerKind) -> Parameters:
@@ -62,8 +72,8 @@ def kept_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
     """Count the bytes that a layer keeps if it is not fully recomputed."""
     modules, found = recompute_modules(layout), kind_activations(job, layout, kind)
     kept = found.total - found.recomputed(modules)
-    if "attention" in BLOCKS[kind] and "core_attn" in modules:
-        kept += Attention(job.model, layout).held_for_recompute_bytes()
+    if "core_attn" in modules and isinstance(first := blocks_of(job.model, layout, kind)[0], Attention):
+        kept += first.held_for_recompute_bytes()
     return kept - (offloaded(job, layout, kind).mean_left if kind in TRANSFORMER_KINDS else 0)
 
 
@@ -78,7 +88,8 @@ def backward_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
     model, blocks = job.model, BLOCKS[kind]
     if "mamba" in blocks:
         return Mamba(model, layout).backward_bytes(job)
-    has_experts, mixer = "experts" in blocks, (Delta if "delta" in blocks else Attention)(model, layout)
+    has_experts = "experts" in blocks
+    mixer = Delta(model, layout) if "delta" in blocks else attention_of(model, layout, kind)
     behind = (Experts if has_experts else Mlp)(model, layout)
     kept, away = behind.activations(job), offloaded(job, layout, kind)
     freed = kept.total - kept.dropout_masks - away.mlp

@@ -293,7 +293,7 @@ class Predictor:
         balanced = options.moe_router_force_load_balancing or options.moe_pad_expert_input_to_capacity
         if self._job.model.num_experts and layout.ep > 1 and not balanced:
             assumed.append(UNEVEN)
-        if layout.cp > 1 and options.cp_comm_type != (RING,):
+        if layout.cp > 1 and options.cp_comm_type != (RING,) and not self._job.model.sparse_attention:
             given = f"{flag_of('cp_comm_type')} {' '.join(options.cp_comm_type)}"
             assumed.append(f"Context parallelism is priced as a ring, not with {given}.")
         return (*assumed, *_unpriced(self._job, self._measurements.timed_flags))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from pipette_launch.errors import LayoutError
-from pipette_launch.facts import HybridLayers
+from pipette_launch.facts import HybridLayers, ModelSpec
 from pipette_launch.facts.co_location import expert_block, tensor_block
 from pipette_launch.facts.job import ITERATION, LOCAL, SHARDS_GRADIENTS, flag_of
 from pipette_launch.facts.layout import Degrees
@@ -106,7 +106,7 @@ def context_faults(rules: Rules, tp: int, cp: int) -> Broken:
         yield BrokenRule(reason, ("cp",), "it needs Transformer Engine and so a GPU; use --context-parallel-size 1")
     if model.transformer_impl == "local":
         yield BrokenRule("context parallelism needs Transformer Engine's attention", ("cp", "transformer_impl"))
-    elif model.attention_backend == "unfused" and model.params_dtype != "fp32":
+    elif model.attention_backend == "unfused" and model.params_dtype != "fp32" and not model.sparse_attention:
         # Transformer Engine v2.3 to v2.18 finds no backend for unfused attention with context parallelism
         # (dot_product_attention/utils.py, get_attention_backend).
         reason = "Transformer Engine's unfused attention has no context parallelism"
@@ -128,9 +128,13 @@ def _exchange_faults(rules: Rules, tp: int, cp: int) -> Broken:
     """Check the kinds of exchange in `--cp-comm-type`. All-to-all divides the heads over the ranks of the exchange."""
     model, options = rules.job.model, rules.options
     flag, sizes = flag_of("cp_comm_type"), options.hierarchical_context_parallel_sizes
+    if model.sparse_attention and not {*options.cp_comm_type} <= {"allgather", "all_gather"}:
+        remedy = f"write {flag} allgather"
+        yield BrokenRule("sparse attention can only gather keys over cp", ("cp", "cp_comm_type"), remedy)
     # For other kinds, Transformer Engine raises an error at the first forward (context_parallel.py,
     # attn_forward_func_with_cp). Megatron's help names the kind "allgather", which Transformer Engine does not know.
-    for kind in sorted({*options.cp_comm_type} - {"p2p", "all_gather", "a2a", "a2a+p2p"}):
+    known = {"p2p", "all_gather", "a2a", "a2a+p2p"} | ({"allgather"} if model.sparse_attention else set())
+    for kind in sorted({*options.cp_comm_type} - known):
         remedy = "write p2p, all_gather, a2a or a2a+p2p"
         yield BrokenRule(f"Transformer Engine has no exchange {kind!r}", ("cp", "cp_comm_type"), remedy)
     if len(options.cp_comm_type) not in (1, model.num_layers):
@@ -280,9 +284,8 @@ def chunks_faults(rules: Rules, pp: int, vpp: int, layers_per_chunk: tuple[int, 
         divides = model.num_layers % (pp * vpp) == 0
     if not divides:
         yield BrokenRule(f"pp*vpp does not divide num_layers={model.num_layers}", ("pp", "layers_per_chunk"))
-    elif not _reports_losses(rules, pp, layers_per_chunk or (model.num_layers // (pp * vpp),) * pp * vpp):
-        reason = "before 0.17, auxiliary losses with multi-token prediction need experts on each pipeline rank"
-        yield BrokenRule(reason, ("pp", "layers_per_chunk", "mtp_num_layers"), is_refused=False)
+    else:
+        yield from _kinds_faults(rules, pp, layers_per_chunk or (model.num_layers // (pp * vpp),) * pp * vpp)
     if model.hybrid and rules.release < FIRST_CUT_PATTERNS and (vpp > 1 or layers_per_chunk):
         reason = "before 0.17 hybrid models have no virtual stages, and equally many layers on each stage"
         yield BrokenRule(reason, ("pp", "layers_per_chunk"))
@@ -300,6 +303,26 @@ def chunks_faults(rules: Rules, pp: int, vpp: int, layers_per_chunk: tuple[int, 
     if vpp == 1 and options.overlap_param_gather_with_optimizer_step:
         reason = f"{flag_of('overlap_param_gather_with_optimizer_step')} needs virtual stages"
         yield BrokenRule(reason, (), f"remove it, or {_ADD_STAGES}")
+
+
+def _kinds_faults(rules: Rules, pp: int, layers_per_chunk: tuple[int, ...]) -> Broken:
+    """Check the kinds of layers in each chunk."""
+    if _separates_keys(rules.job.model, layers_per_chunk):
+        names = ("pp", "layers_per_chunk", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset")
+        yield BrokenRule("a layer takes selected keys from a layer of another chunk", names)
+    if not _reports_losses(rules, pp, layers_per_chunk):
+        reason = "before 0.17, auxiliary losses with multi-token prediction need experts on each pipeline rank"
+        yield BrokenRule(reason, ("pp", "layers_per_chunk", "mtp_num_layers"), is_refused=False)
+
+
+def _separates_keys(model: ModelSpec, layers_per_chunk: tuple[int, ...]) -> bool:
+    """Return True if sparse attention takes keys from another chunk (_validate_dsa_index_share_pipeline_split)."""
+    sparse, kinds = model.sparse_attention, model.layer_kinds
+    if sparse is None or sparse.dsa_indexer_topk_freq == 1:
+        return False
+    ends = zip(accumulate(layers_per_chunk), layers_per_chunk, strict=True)
+    layers = ((end - size, number) for end, size in ends for number in range(end - size + 1, end + 1))
+    return any("sparse" in kinds[number - 1] and sparse.source(number) <= start for start, number in layers)
 
 
 def _reports_losses(rules: Rules, pp: int, layers_per_chunk: tuple[int, ...]) -> bool:

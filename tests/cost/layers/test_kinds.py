@@ -21,7 +21,7 @@ from pipette_launch.cost.layers.kinds import (
     recompute_share,
 )
 from pipette_launch.cost.layers.mlp import Experts
-from pipette_launch.facts import GatedDelta, HybridLayers, Job, LatentAttention, Layout, Recompute
+from pipette_launch.facts import GatedDelta, HybridLayers, Job, LatentAttention, Layout, Recompute, SparseAttention
 from pipette_launch.facts.model import LETTERS
 
 SIZES = {"mamba_state_dim": 16, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_num_heads": 16}
@@ -32,6 +32,7 @@ NET = GatedDelta(
     linear_num_key_heads=2,
     linear_num_value_heads=4,
 )
+SPARSE = SparseAttention(dsa_indexer_n_heads=4, dsa_indexer_head_dim=64, dsa_indexer_topk=16)
 EXPERT_SIZES = {"num_experts": 4, "moe_layer_freq": (0, 0, 0, 1), "moe_ffn_hidden_size": 128}
 
 
@@ -102,7 +103,23 @@ def test_depths_of_prediction_keep_the_layers_of_their_pattern() -> None:
 
 def test_every_letter_has_a_price() -> None:
     """No kind is left out."""
-    assert all(kinds.kept_bytes(hybrid_job(), Layout(), kind) > 0 for kind in LETTERS.values())
+    every = [*LETTERS.values(), "shared_sparse_layer", "sparse_mlp_layer"]
+    job = hybrid_job(latent_attention=LATENT, sparse_attention=SPARSE)
+
+    assert all(kinds.kept_bytes(job, Layout(), kind) > 0 for kind in every)
+    assert all(kinds.backward_bytes(job, Layout(), kind) > 0 for kind in every)
+
+
+def test_recompute_of_a_sparse_core_keeps_its_inputs() -> None:
+    """Recompute of the core frees scores and indices, but keeps keys, and queries that torch's core has in fp32."""
+    job = hybrid_job(latent_attention=LATENT, sparse_attention=SPARSE)
+    again = Layout(recompute=Recompute(granularity="selective"))
+    block = kinds.attention_of(job.model, Layout(), "sparse_layer")
+
+    saved = kinds.kept_bytes(job, Layout(), "sparse_layer") - kinds.kept_bytes(job, again, "sparse_layer")
+    assert block.core_bytes(job) - block.held_for_recompute_bytes() == saved
+    share = job.model.sparse_core_flops(has_indexer=True) / job.model.kind_flops_per_token("sparse_layer")
+    assert share == kinds.attention_core_share(job.model, "sparse_layer")
 
 
 LOG_SUM_EXP = 4 * 4 * 32

@@ -8,7 +8,7 @@ import pytest
 from facts_for_tests import LATENT, tiny_job, tiny_model
 from megatron_lines import job
 
-from pipette_launch.facts import Batch, HybridLayers, Layout, Recompute
+from pipette_launch.facts import Batch, HybridLayers, Layout, Recompute, SparseAttention
 from pipette_launch.megatron.rules.broken import Rules
 from pipette_launch.megatron.rules.degrees import pipeline_faults, tensor_faults
 from pipette_launch.megatron.rules.judge import broken_rule
@@ -31,6 +31,37 @@ def test_overlapped_experts_with_prediction_need_a_pipeline() -> None:
     assert ["--overlap-moe-expert-parallel-comm with multi-token prediction needs pp > 1"] == [
         broken.reason for broken in pipeline_faults(rules, 1)
     ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [
+        (Layout(pp=2, layers_per_chunk=(3, 5)), None),
+        (Layout(pp=2, layers_per_chunk=(4, 4)), "a layer takes selected keys from a layer of another chunk"),
+        (Layout(cp=2), None),
+    ],
+)
+def test_layers_share_selected_keys_within_a_chunk(layout: Layout, fault: str | None) -> None:
+    """Layers 1, 2, 4, 6 and 8 select keys; keys are gathered over cp, in Megatron's word."""
+    sparse = SparseAttention(
+        dsa_indexer_n_heads=4,
+        dsa_indexer_head_dim=16,
+        dsa_indexer_topk=8,
+        dsa_indexer_topk_freq=2,
+        dsa_indexer_skip_topk_offset=2,
+    )
+    model = tiny_model(
+        num_layers=8, latent_attention=LATENT, sparse_attention=sparse, transformer_impl="transformer_engine"
+    )
+    flags = ("--cp-comm-type allgather",)
+    job = tiny_job(2, model=model, performance_flags=flags, megatron_version="0.20")
+
+    found = broken_rule(Rules.of(job, device_kind="cuda"), layout)
+    ring = broken_rule(Rules.of(replace(job, performance_flags=()), device_kind="cuda"), Layout(cp=2))
+
+    assert fault == (found.reason if found else None)
+    assert ring is not None
+    assert "sparse attention can only gather keys over cp" == ring.reason
 
 
 HYBRID = HybridLayers(pattern="M*M-", mamba_state_dim=16, mamba_head_dim=8, mamba_num_groups=2, mamba_num_heads=16)

@@ -182,6 +182,7 @@ class PerformanceOptions:
     moe_token_dispatcher_type: str = "allgather"  # noqa: S105  this token is text, not a password
     moe_use_legacy_grouped_gemm: bool = False
     moe_z_loss_coeff: float | None = None
+    use_fused_weighted_squared_relu: bool = False
 
     # Options of batches, and of the loading of batches.
     create_attention_mask_in_dataloader: bool = _option("--no-create-attention-mask-in-dataloader", default=True)

@@ -290,8 +290,9 @@ class Experts(_FeedForward):
     def _fuses_activation(self, job: Job) -> bool:
         """Return True if the activation and its multiplication with the probability keep only their inputs."""
         options = performance_options(job)
-        fused = self.model.gated_linear_unit and self.uses_te and options.bias_swiglu_fusion
-        return fused or options.moe_use_legacy_grouped_gemm
+        gated = self.model.gated_linear_unit
+        fused = options.bias_swiglu_fusion if gated else options.use_fused_weighted_squared_relu
+        return (fused and self.uses_te) or options.moe_use_legacy_grouped_gemm
 
     def _router_bytes(self, job: Job) -> int:
         """Count the bytes that Megatron's TopKRouter.routing saves (MO/router.py:531-640, MO/moe_utils.py:600-740)."""

@@ -120,9 +120,10 @@ def test_gelu_keeps_what_the_probability_multiplies() -> None:
     assert (2 * 64 * 96, 2 * 2 * 64 * 96) == (found.outputs, found.activation)
 
 
-def test_the_legacy_kernel_is_fused() -> None:
-    """It is compiled as one function, which computes the activation again."""
-    assert kept(job("--moe-use-legacy-grouped-gemm"), Layout()).activation == 2 * 64 * 96
+@pytest.mark.parametrize("flag", ["--moe-use-legacy-grouped-gemm", "--use-fused-weighted-squared-relu"])
+def test_fused_kernels_compute_the_activation_again(flag: str) -> None:
+    """The backward computes the activation again, so only the product with the probability is kept."""
+    assert kept(job(flag), Layout()).activation == 2 * 64 * 96
 
 
 def test_fp8_halves_the_inputs_of_matrices() -> None:

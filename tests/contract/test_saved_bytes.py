@@ -208,9 +208,10 @@ def test_experts_weigh_what_the_closed_form_says(name: str, found: dict[str, dic
 @pytest.mark.parametrize("name", LATENT_CASES)
 def test_latent_attention_is_what_the_closed_form_says(name: str, found: dict[str, dict[str, int]]) -> None:
     """Every parameter, and every byte but the statistics of the latents' norms."""
-    model = LATENT_CASES[name].job.model
+    job = LATENT_CASES[name].job
+    model = job.model
     assert model.latent_attention is not None
-    kept = Attention(model, LAYOUT).latent_bytes(model.latent_attention, fused_rope=False)
+    kept = Attention(model, LAYOUT).latent_bytes(model.latent_attention, job)
     statistics = 2 * NORM_STATISTICS if model.qk_layernorm else 0
 
     assert kind_parameters(model, LAYOUT, "layer").count == found[name]["parameters"]

@@ -132,8 +132,7 @@ class Attention(Block):
         """
         latent, latents = self.model.latent_attention, 0
         if latent:
-            fused = self.uses_te and performance_options(job).apply_rope_fusion
-            each = self.latent_bytes(latent, fused_rope=fused)
+            each = self.latent_bytes(latent, job)
             # Ring attention keeps the last keys and values in a buffer that recompute of projections does not free.
             pair = self.pair_bytes if ring_steps(job, self.layout) else 0
             kept, latents = each.compressed + each.context + pair, each.projected - pair
@@ -157,7 +156,7 @@ class Attention(Block):
         """
         model, channels = self.model, self.model.kv_channels
         element = model.dtype_bytes * self.tokens
-        kept = 2 * element * (self.heads + self.groups) * channels
+        kept = element * (self.heads + 2 * self.groups) * channels + self.context_bytes(job)
         if not is_local(model) and model.attention_backend == "flash" and self.layout.micro_batch_size > 1:
             # Flash attention needs tensors whose first dimension is the batch. If a micro-batch has several samples,
             # FlashAttention.forward copies its output for the projection, so the output is kept twice (TE backends.py,
@@ -174,10 +173,18 @@ class Attention(Block):
             kept += vectors * (model.dtype_bytes * channels + _STATISTICS_BYTES[model.normalization])
         if model.position_embedding_type == "rope" and not performance_options(job).apply_rope_fusion:
             kept += ANGLES * model.dtype_bytes * model.seq_length // self.layout.cp * channels
-        # In FP8 and FP4 the projection's input is a narrow copy of the context (TE module/linear.py).
-        return kept + int(self.tokens * self.heads * channels * narrow_bits(job) / 8)
+        return kept
 
-    def latent_bytes(self, latent: LatentAttention, *, fused_rope: bool) -> LatentBytes:
+    def context_bytes(self, job: Job) -> int:
+        """Count the core's output, which flash and fused attention, an output gate and the output projection keep.
+
+        In FP8 and FP4 the output projection keeps a narrow copy instead (TE module/linear.py).
+        """
+        size = self.model.dtype_bytes * self.tokens * self.heads * self.value
+        has_copy = narrow_bits(job) and (is_flash(self.model) or self.gate)
+        return as_matrix_input(job, size) + (size if has_copy else 0)
+
+    def latent_bytes(self, latent: LatentAttention, job: Job) -> LatentBytes:
         """Count the bytes that multi-latent attention keeps (MLA:580-850).
 
         The outputs of the up-projections are not kept: query, key and value are assembled from copies. An unfused
@@ -185,13 +192,14 @@ class Attention(Block):
         latents.
         """
         model, ranks = self.model, latent.kv_lora_rank + (latent.q_lora_rank or 0)
-        angles = 0 if fused_rope else ANGLES * model.seq_length // self.layout.cp * latent.qk_pos_emb_head_dim
-        widths = ranks + latent.qk_pos_emb_head_dim + (ranks if model.qk_layernorm else 0)
-        vectors = model.dtype_bytes * self.tokens * self.heads
+        is_fused = self.uses_te and performance_options(job).apply_rope_fusion
+        angles = 0 if is_fused else ANGLES * model.seq_length // self.layout.cp * latent.qk_pos_emb_head_dim
+        widths = latent.qk_pos_emb_head_dim + (ranks if model.qk_layernorm else 0)
+        inputs = as_matrix_input(job, model.dtype_bytes * self.local_tokens * ranks)
         return LatentBytes(
-            compressed=model.dtype_bytes * (self.local_tokens * widths + angles),
-            projected=vectors * (2 * self.query + self.value),
-            context=vectors * self.value,
+            compressed=model.dtype_bytes * (self.local_tokens * widths + angles) + inputs,
+            projected=model.dtype_bytes * self.tokens * self.heads * (2 * self.query + self.value),
+            context=self.context_bytes(job),
         )
 
     def core_bytes(self, job: Job) -> int:

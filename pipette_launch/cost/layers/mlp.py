@@ -339,15 +339,17 @@ class Experts(_FeedForward):
     def _shared_bytes(self, job: Job) -> int:
         """Count the shared expert: a dense MLP on the rank's tokens, split over tp (MO/shared_experts.py).
 
-        The shared expert's input is the norm's output, which the layer keeps anyway. A shared expert that overlaps with
-        the dispatcher gathers its own input and keeps the gathered input (MO/shared_experts.py:150-156). If the shared
-        expert has a gate, the gate keeps the shared expert's output.
+        The shared expert's input is the norm's output, which the layer keeps anyway, and in FP8 or FP4 a narrow copy. A
+        shared expert that overlaps with the dispatcher gathers its own input and keeps the gathered input
+        (MO/shared_experts.py:150-156). If the shared expert has a gate, the gate keeps the shared expert's output.
         """
         options, layout, dtype = performance_options(job), self.layout, self.model.dtype_bytes
         if not self.shared_width:
             return 0
-        widths = self.gates + 1 + (0 if self._fuses_activation(job) else self.unfused_copies(job))
-        kept = dtype * self.tokens * (self.shared_width // layout.tp) * widths
+        widths = self.gates + (0 if self._fuses_activation(job) else self.unfused_copies(job))
+        one = dtype * self.tokens * (self.shared_width // layout.tp)
+        kept = one * widths + as_matrix_input(job, one)
+        kept += as_matrix_input(job, self.residual_bytes) if narrow_bits(job) else 0
         if options.moe_shared_expert_overlap and layout.sequence_parallel and layout.tp > 1:
             kept += dtype * self.tokens * self.model.hidden_size
         return kept + self.model.moe_shared_expert_gate * self.local_tokens * dtype * (self.model.hidden_size + 1)

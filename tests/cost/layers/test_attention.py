@@ -3,7 +3,7 @@
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
-from pipette_launch.cost.layers.attention import Attention
+from pipette_launch.cost.layers.attention import Attention, LatentBytes
 from pipette_launch.cost.layers.ends import depth_bytes, embedding_bytes
 from pipette_launch.cost.layers.kinds import kind_parameters
 from pipette_launch.cost.layers.parameters import stage_parameters
@@ -226,17 +226,34 @@ def test_plain_attention_has_norms_of_one_head() -> None:
     assert kind_parameters(tiny_model(qk_layernorm=True), Layout(), "layer").dense == plain.dense + 4 * 16
 
 
+def latent_bytes(work: Job, layout: Layout) -> LatentBytes:
+    """Bytes that one latent attention keeps."""
+    return Attention(work.model, layout).latent_bytes(LATENT, work)
+
+
 def test_latents_are_split_over_the_sequence_and_heads_over_tp() -> None:
     """Compressed 48 + 40 channels for half the tokens; two of four heads with 24, 24 and 12 channels for all."""
     layout = Layout(tp=2, sequence_parallel=True)
-    kept = Attention(model(), layout).latent_bytes(LATENT, fused_rope=True)
+    kept = latent_bytes(job(latent_attention=LATENT), layout)
 
     assert (2 * 16 * 88, 2 * 32 * 2 * 60, 2 * 32 * 2 * 12) == (kept.compressed, kept.projected, kept.context)
 
 
+@pytest.mark.parametrize(("backend", "norms", "expected"), [("unfused", False, (96, 12)), ("fused", True, (256, 36))])
+def test_fp8_keeps_inputs_of_latent_projections_in_one_byte(
+    backend: str, norms: bool, expected: tuple[int, int]
+) -> None:
+    """80 latent channels in 1 byte and 8 in 2; norms keep the 80 in 2 bytes too, and fused attention its own output."""
+    narrow = job("--fp8-format hybrid", latent_attention=LATENT, attention_backend=backend, qk_layernorm=norms)
+    kept = latent_bytes(narrow, Layout())
+
+    assert (32 * expected[0], 32 * 4 * expected[1]) == (kept.compressed, kept.context)
+
+
 def test_an_unfused_rotary_embedding_keeps_its_angles() -> None:
     """Sine and cosine for queries and keys, 8 channels of 2 bytes for each of 32 tokens."""
-    fused, unfused = (Attention(model(), Layout()).latent_bytes(LATENT, fused_rope=value) for value in (True, False))
+    jobs = (job(*flags, latent_attention=LATENT) for flags in ((), ("--no-rope-fusion",)))
+    fused, unfused = (latent_bytes(each, Layout()) for each in jobs)
 
     assert unfused.compressed == fused.compressed + 4 * 2 * 32 * 8
 

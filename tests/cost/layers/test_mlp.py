@@ -126,6 +126,17 @@ def test_fused_kernels_compute_the_activation_again(flag: str) -> None:
     assert kept(job(flag), Layout()).activation == 2 * 64 * 96
 
 
+def test_fp8_keeps_narrow_inputs_of_a_shared_expert() -> None:
+    """Hidden size 64, width 32: the first output has 2 bytes an element, and both inputs have 1 byte."""
+    plain, narrow = (
+        kept(job(*flags, moe_shared_expert_intermediate_size=32), Layout()).shared
+        for flags in ((), ("--fp8-format hybrid",))
+    )
+    tokens = plain // (2 * 2 * 32)
+
+    assert narrow == tokens * (2 * 32 + 32 + 64)
+
+
 def test_fp8_halves_the_inputs_of_matrices() -> None:
     """Rows and second matrices' inputs in one byte; the first matrices' outputs stay in bf16."""
     wide = kept(job(gated_linear_unit=True), Layout())

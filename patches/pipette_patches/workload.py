@@ -162,8 +162,7 @@ def workload(
 
 def needs_script(job: Job) -> bool:
     """Return whether only the job's own script can build the layers."""
-    is_other = bool(job.model.hybrid or job.model.foreign or job.model.linear_layers or job.model.moe_latent_size)
-    return is_other or any(flag.startswith(SCRIPT_ONLY) for flag in job.performance_flags)
+    return job.model.needs_script or any(flag.startswith(SCRIPT_ONLY) for flag in job.performance_flags)
 
 
 def layer_variants(model: ModelSpec) -> list[tuple[LayerKind, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.files import ADDED_LATER, check_numbers
@@ -46,12 +46,6 @@ LETTERS: dict[str, LayerKind] = {
 """Letters of the layer kinds in Megatron's patterns of hybrid models. Attention has latents in layers `D` and `+`."""
 TRANSFORMER_KINDS = tuple(kind for kind, blocks in BLOCKS.items() if len(blocks) == 2)
 _KIND_OF = {blocks: kind for kind, blocks in BLOCKS.items()}
-_SHARED: dict[LayerKind, LayerKind] = {
-    "sparse_layer": "shared_sparse_layer",
-    "sparse_mlp_layer": "shared_sparse_mlp_layer",
-    "sparse_moe_layer": "shared_sparse_moe_layer",
-}
-"""Kind of a layer whose selected keys come from an earlier layer, by the kind of a layer with an indexer."""
 _FEED_FORWARDS: tuple[BlockKind, ...] = ("mlp", "experts")
 KINDS_WITH_EXPERTS, KINDS_WITH_ATTENTION, _KINDS_WITH_MLP = (
     tuple(kind for kind, blocks in BLOCKS.items() if block in blocks) for block in ("experts", "attention", "mlp")
@@ -239,15 +233,10 @@ class SparseAttention:
         most = min(self.dsa_indexer_topk, seq_length)
         return most - most * (most - 1) / (2 * seq_length)
 
-    @property
-    def width(self) -> int:
-        """Number of channels in the indexer's queries of one token."""
-        return self.dsa_indexer_n_heads * self.dsa_indexer_head_dim
-
     def weights(self, hidden_size: int, latent_size: int) -> int:
         """Return the number of parameters of an indexer with `latent_size` channels in the input of its queries."""
-        size = self.dsa_indexer_head_dim
-        return self.width * latent_size + (self.dsa_indexer_n_heads + size) * hidden_size + 2 * size
+        heads, size = self.dsa_indexer_n_heads, self.dsa_indexer_head_dim
+        return heads * size * latent_size + (heads + size) * hidden_size + 2 * size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -348,28 +337,22 @@ class ModelSpec:
         return tuple(dict.fromkeys(("layer", "moe_layer", *self.layer_kinds)))
 
     @property
-    def _letters(self) -> dict[str, LayerKind]:
-        """The kind of layer of each letter. Sparse attention without a formula counts as latent attention."""
-        return LETTERS if self.sparse_attention else LETTERS | {"D": "latent_layer"}
-
-    @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer of the model."""
         if self.hybrid:
-            return self._with_shared(tuple(self._letters[letter] for letter in self.hybrid.pattern))
+            return self._placed([LETTERS[letter] for letter in self.hybrid.pattern])
         nothing = (0,) * self.num_layers
         mixers: tuple[BlockKind, ...] = ("sparse" if self.sparse_attention else "attention", "delta")
         pairs = zip(self.linear_layers or nothing, self.moe_layer_freq or nothing, strict=True)
-        kinds = (_KIND_OF[mixers[is_linear], _FEED_FORWARDS[has_experts]] for is_linear, has_experts in pairs)
-        return self._with_shared(tuple(kinds))
+        return self._placed([_KIND_OF[mixers[is_linear], _FEED_FORWARDS[experts]] for is_linear, experts in pairs])
 
-    def _with_shared(self, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
-        """Replace the kinds of layers of sparse attention that have no indexer."""
+    def _placed(self, kinds: list[LayerKind]) -> tuple[LayerKind, ...]:
+        """Replace kinds of sparse attention without indexer, and without formula as latent attention."""
         sparse = self.sparse_attention
-        if sparse is None or sparse.dsa_indexer_topk_freq == 1:
-            return kinds
-        pairs = enumerate(kinds, 1)
-        return tuple(_SHARED.get(kind, kind) if sparse.source(number) < number else kind for number, kind in pairs)
+        if sparse is None:
+            return tuple("latent_layer" if kind == "sparse_layer" else kind for kind in kinds)
+        shared = ("sparse" in kind and sparse.source(number) < number for number, kind in enumerate(kinds, 1))
+        return tuple(cast("LayerKind", "shared_" * each + kind) for each, kind in zip(shared, kinds, strict=True))
 
     @property
     def prediction_kinds(self) -> tuple[LayerKind, ...]:
@@ -377,7 +360,7 @@ class ModelSpec:
         if not self.mtp_num_layers:
             return ()
         if self.hybrid:
-            return tuple(self._letters[letter] for letter in self.hybrid.mtp_pattern)
+            return self._placed([LETTERS[letter] for letter in self.hybrid.mtp_pattern])
         mixer, feed_forward = BLOCKS[self.layer_kinds[-1]]
         # Depths count their layers from 1, so they have indexers (core_v0.20, multi_token_prediction.py:1224).
         return (_KIND_OF["sparse" if self.sparse_attention else mixer, feed_forward],)
@@ -386,6 +369,11 @@ class ModelSpec:
     def has_dense_mlps(self) -> bool:
         """True if any layer has an MLP of width `ffn_hidden_size`, including layers of multi-token prediction."""
         return not {*self.layer_kinds, *self.prediction_kinds}.isdisjoint(_KINDS_WITH_MLP)
+
+    @property
+    def needs_script(self) -> bool:
+        """True if only the job's own script builds the layers, not the flags."""
+        return bool(self.hybrid or self.foreign or self.linear_layers or self.moe_latent_size or self.sparse_attention)
 
     @property
     def prediction_copies(self) -> int:
@@ -455,9 +443,9 @@ class ModelSpec:
         latent, sparse = self.latent_attention, self.sparse_attention
         assert latent is not None
         assert sparse is not None
-        channels = 2 * latent.kv_lora_rank + latent.qk_pos_emb_head_dim
-        core = 2.0 * sparse.selected_keys(self.seq_length) * self.num_attention_heads * channels
-        return core + has_indexer * self.seq_length * sparse.width
+        channels = self.num_attention_heads * (2 * latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
+        indexed = has_indexer * self.seq_length * sparse.dsa_indexer_n_heads * sparse.dsa_indexer_head_dim
+        return 2.0 * sparse.selected_keys(self.seq_length) * channels + indexed
 
     @property
     def core_flops_per_token(self) -> float:
@@ -501,9 +489,8 @@ class ModelSpec:
             "experts": 2 * hidden * (self.num_experts or 0),
         }
         kinds = (*self.layer_kinds, *depths * self.prediction_kinds)
-        blocks = Counter[BlockKind](
-            "attention" if "sparse" in block else block for kind in kinds for block in BLOCKS[kind]
-        )
+        every = (block for kind in kinds for block in BLOCKS[kind])
+        blocks = Counter[BlockKind]("attention" if "sparse" in block else block for block in every)
         layers = sum(
             count * (counted.block_flops_per_token(block) - left_out.get(block, 0)) for block, count in blocks.items()
         )

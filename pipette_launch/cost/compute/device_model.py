@@ -23,12 +23,13 @@ import numpy as np
 
 from pipette_launch.cost.communication.collectives import chunk_share, num_steps
 from pipette_launch.cost.communication.exchanges import group_sizes
-from pipette_launch.cost.layers.attention import is_flash
+from pipette_launch.cost.layers.attention import Attention, is_flash
 from pipette_launch.cost.layers.block import FP32_BYTES
 from pipette_launch.cost.layers.ends import depth_loads, embedding_loads, head_loads
-from pipette_launch.cost.layers.kinds import attention_of, kind_loads
+from pipette_launch.cost.layers.kinds import kind_loads
 from pipette_launch.cost.layers.parameters import layer_matrices, shard_copies, step_bytes_per_parameter
 from pipette_launch.cost.layers.passes import Collective, Load, PassLoads, Product
+from pipette_launch.cost.layers.sparse import Sparse
 from pipette_launch.errors import FactError
 from pipette_launch.facts.accelerators import DeviceSpec
 from pipette_launch.facts.cluster import Cluster, Device, Host, Links
@@ -359,7 +360,7 @@ def _compute_times(
     if not only_experts:
         parts["embedding"] = embedding_loads(job, layout)
         parts["head"] = head_loads(job, layout)
-        parts["core_attention"] = attention_of(job.model, layout).core_loads()
+        parts["core_attention"] = (Sparse if job.model.sparse_attention else Attention)(job.model, layout).core_loads()
     leads = _host_leads(job, device, layout)
     for name, loads in parts.items():
         # Input gradient and weight gradient are priced as one pass, because the host launches the kernels of the next

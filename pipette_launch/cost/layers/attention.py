@@ -115,10 +115,8 @@ class Attention(Block):
         model, hidden, tp = self.model, self.model.hidden_size, self.layout.tp
         down_shards = 1 if self.uses_te else tp
         heads, ranks = model.num_attention_heads, latent.kv_lora_rank + (latent.q_lora_rank or 0)
-        count = hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim) // down_shards
-        count += latent.kv_lora_rank * heads * (latent.qk_head_dim + latent.v_head_dim) // tp
-        count += heads * latent.v_head_dim * hidden // tp + hidden * (latent.q_lora_rank or 0) // down_shards
-        count += (latent.q_lora_rank or hidden) * heads * latent.query_channels // tp
+        down = hidden * (ranks + latent.qk_pos_emb_head_dim)
+        count = down // down_shards + (latent.weights(hidden, heads) - down) // tp
         norms = ranks * (2 if model.normalization == "LayerNorm" else 1) if model.qk_layernorm else 0
         return count + norms + (hidden if model.add_bias_linear else 0)
 

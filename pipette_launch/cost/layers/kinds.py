@@ -48,13 +48,6 @@ def blocks_of(model: ModelSpec, layout: Layout, kind: LayerKind) -> list[Block]:
     return [CLASSES[block](model, layout) for block in BLOCKS[kind]]
 
 
-def attention_of(model: ModelSpec, layout: Layout, kind: LayerKind | None = None) -> Attention:
-    """Return the attention of a layer, or of the model's first kind of attention if the layer has no attention."""
-    blocks = blocks_of(model, layout, kind) if kind else ()
-    usual = Sparse if model.sparse_attention else Attention
-    return next((block for block in blocks if isinstance(block, Attention)), usual(model, layout))
-
-
 def kind_parameters(model: ModelSpec, layout: Layout, kind: LayerKind) -> Parameters:
     """Count one layer's parameters on one rank, norms included; 0 for experts if the model has no experts."""
     if "experts" in BLOCKS[kind] and not model.num_experts:
@@ -89,7 +82,8 @@ def backward_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
     if "mamba" in blocks:
         return Mamba(model, layout).backward_bytes(job)
     has_experts = "experts" in blocks
-    mixer = Delta(model, layout) if "delta" in blocks else attention_of(model, layout, kind)
+    mixers = (block for block in blocks_of(model, layout, kind) if isinstance(block, (Attention, Delta)))
+    mixer = next(mixers, Attention(model, layout))
     behind = (Experts if has_experts else Mlp)(model, layout)
     kept, away = behind.activations(job), offloaded(job, layout, kind)
     freed = kept.total - kept.dropout_masks - away.mlp

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from pipette_launch.cost.layers.attention import ANGLES, Attention
 from pipette_launch.cost.layers.block import FP32_BYTES, MASK_BYTES, Activations, Parameters
-from pipette_launch.cost.layers.passes import Exchange, Group, Load, PassLoads, Product, matrix
+from pipette_launch.cost.layers.passes import Exchange, Load, PassLoads, Product, matrix
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
 from pipette_launch.facts.model import ModelSpec
@@ -25,9 +25,8 @@ _FUSED_LATENT, _FUSED_HEADS = 512, 64
 """Width of the latent, and least number of heads, in the kernels. Fewer heads are padded (CUDNN:348-375)."""
 _FP32_PRODUCT = 16
 """Seconds of a product in fp32, without tensor cores, divided by the seconds of the product in 16 bits."""
-_INDEX_BYTES, _FUSED_INDEX_BYTES = 8, 4
 _SCORE_CHUNK_BYTES = 1 << 30
-"""Most bytes of the indexer's scores that exist at once with kernels (CUDNN, `_INDEXER_SCORE_CHUNK_MAX_BYTES`)."""
+"""Most bytes of an indexer's scores that exist at once with kernels (CUDNN:136)."""
 
 
 class Sparse(Attention):
@@ -50,12 +49,14 @@ class Sparse(Attention):
         is_whole = sparse.dsa_kernel_backend == "cudnn" and sparse.dsa_indexer_topk_freq == layout.cp == 1
         self.has_plain_loss = self.has_loss and not (self.is_fused and (sparse.dsa_indexer_use_sparse_loss or is_whole))
         """True if torch computes the loss on all scores in fp32 (DSA, `FusedDSAIndexerLoss`)."""
-        self.keeps_query = self.is_fused or self.has_loss
-        """True if the core keeps the query in 16 bits. Torch's core without the indexer's loss keeps an fp32 copy."""
+        self.keeps_query = self.is_fused or self.has_loss  # Else torch's core keeps only an fp32 copy.
+        self.width = sparse.dsa_indexer_n_heads * sparse.dsa_indexer_head_dim  # Channels of the indexer's queries.
         self.topk = min(sparse.dsa_indexer_topk, model.seq_length)
         self.scores = self.tokens * model.seq_length
-        self.latent_query = latent.q_lora_rank or model.hidden_size
-        """Width of the input of the query's up-projection."""
+        self.pairs = self.tokens * sparse.selected_keys(model.seq_length)
+        self.latent_query = latent.q_lora_rank or model.hidden_size  # Input of the query's up-projection.
+        self.indexed = model.hidden_size + self.latent_query  # Inputs of the indexer.
+        self.is_split = layout.sequence_parallel and layout.tp > 1
         self.angles = ANGLES * model.seq_length // layout.cp * latent.qk_pos_emb_head_dim
 
     def parameters(self) -> Parameters:
@@ -64,10 +65,7 @@ class Sparse(Attention):
         return super().parameters() + Parameters(dense=indexer)
 
     def activations(self, job: Job) -> Activations:
-        """Count the activations of norm, projections, indexer and core (ABS:380-700).
-
-        The matrix that absorbs the key's up-projection keeps the whole output of the query's up-projection.
-        """
+        """Count the activations of norm, projections, indexer and core, by the saved tensors of ABS:380-700."""
         one, latent, latents = self.model.dtype_bytes, self.latent, self.latent.q_lora_rank or 0
         widths = latents + (latents + latent.kv_lora_rank if self.model.qk_layernorm else 0)
         vectors = one * self.tokens * self.heads
@@ -83,9 +81,9 @@ class Sparse(Attention):
     def core_bytes(self, job: Job) -> int:
         """Count the bytes that indexer and core keep: keys of all context-parallel ranks, output, indices, scores.
 
-        Kernels keep the selected keys' indices and the log-sum-exp (CUDNN:2264). For each head, torch's core keeps
-        three masks, two fp32 matrices and one 16-bit matrix of all T * s scores, and fp32 copies of query and key
-        (DSA:65-130, dsa_masking.py:356-373). The output's matrix also keeps a copy of the value's up-projection.
+        Kernels keep indices and the log-sum-exp in 4 bytes each (CUDNN:2264). For each head, torch's core keeps three
+        masks, two fp32 matrices and one 16-bit matrix of all T * s scores, and fp32 copies of query and key
+        (DSA:65-130, dsa_masking.py:356-373). Both keep a copy of the value's up-projection.
         """
         del job
         one, b, heads = self.model.dtype_bytes, self.layout.micro_batch_size, self.heads
@@ -95,7 +93,7 @@ class Sparse(Attention):
         kept += self.layout.cp * self.pair_bytes if self.keeps_query or b == 1 else 0
         kept += self._indexer_bytes(keys)
         if self.is_fused:
-            return kept + self.tokens * (_FUSED_INDEX_BYTES * self.topk + FP32_BYTES * self.core_heads)
+            return kept + 4 * self.tokens * (self.topk + self.core_heads)
         kept += self.scores * heads * (3 * MASK_BYTES + 2 * FP32_BYTES + one)
         kept += FP32_BYTES * self.query * (self.tokens * heads + keys * (1 if b == 1 else heads))
         return kept + (one * keys * heads * self.value if b > 1 else 0)
@@ -108,14 +106,11 @@ class Sparse(Attention):
         """
         if not self.has_loss:
             return 0
-        one, sparse = self.model.dtype_bytes, self.sparse
-        gathers = self.layout.sequence_parallel and self.layout.tp > 1
-        widths = self.model.hidden_size + self.latent_query if gathers else 0
-        widths += sparse.width + sparse.dsa_indexer_n_heads + sparse.dsa_indexer_head_dim
-        kept = one * (self.tokens * widths + keys * sparse.dsa_indexer_head_dim + self.angles)
-        # TileLang keeps the gradients of the selected scores in fp32 (tilelang_indexer_loss.py:333).
-        keeps_gradients = sparse.dsa_kernel_backend == "tilelang"
-        return kept + self.tokens * self.topk * (_INDEX_BYTES if self.has_plain_loss else FP32_BYTES * keeps_gradients)
+        one, sparse, size = self.model.dtype_bytes, self.sparse, self.sparse.dsa_indexer_head_dim
+        widths = self.width + sparse.dsa_indexer_n_heads + size + self.is_split * self.indexed
+        # Torch's loss keeps indices in 8 bytes, and TileLang gradients of scores in 4 (tilelang_indexer_loss.py:333).
+        each = 8 if self.has_plain_loss else 4 if sparse.dsa_kernel_backend == "tilelang" else 0
+        return one * (self.tokens * widths + keys * size + self.angles) + self.tokens * self.topk * each
 
     def held_for_recompute_bytes(self) -> int:
         """Count the bytes of a rank's own keys, and of a query that the core does not keep itself."""
@@ -169,7 +164,7 @@ class Sparse(Attention):
         if not self.has_indexer:
             return PassLoads()
         sparse, hidden = self.sparse, self.model.hidden_size
-        linears = matrix(self.tokens, sparse.width, self.latent_query)
+        linears = matrix(self.tokens, self.width, self.latent_query)
         for outputs in (sparse.dsa_indexer_head_dim, sparse.dsa_indexer_n_heads):
             linears += matrix(self.tokens, outputs, hidden)
         found = PassLoads(forward=linears.forward + Load(kernels=40) + self._scored())
@@ -192,7 +187,7 @@ class Sparse(Attention):
         """Return the work of the indexer's scores: of earlier keys by kernels, or of all keys by torch."""
         if not self.is_fused:
             return self._in_fp32(self.sparse.dsa_indexer_n_heads, self.sparse.dsa_indexer_head_dim, 20.0)
-        return Load(attention_flops=1.0 * self.scores * self.sparse.width, moved_bytes=6.0 * self.scores, kernels=6)
+        return Load(attention_flops=1.0 * self.scores * self.width, moved_bytes=6.0 * self.scores, kernels=6)
 
     def _loss_load(self) -> Load:
         """Return the forward of the indexer's loss, which computes the core's scores again.
@@ -202,15 +197,11 @@ class Sparse(Attention):
         if self.has_plain_loss:
             return self._in_fp32(self.heads, self.query, 90.0)
         sparse = self.sparse
-        pairs = self._pairs if sparse.dsa_indexer_use_sparse_loss else 0.5 * self.scores
-        flops = 2.0 * pairs * (self.core_heads * self.query + 3 * sparse.width)
+        pairs = self.pairs if sparse.dsa_indexer_use_sparse_loss else 0.5 * self.scores
+        flops = 2.0 * pairs * (self.core_heads * self.query + 3 * self.width)
         load = Load(attention_flops=flops, exponentials=pairs * self.core_heads, kernels=20)
         runs_again = sparse.dsa_kernel_backend == "cudnn" and sparse.dsa_indexer_topk_freq > 1
         return load + self._selected_loads().forward if runs_again else load
-
-    @property
-    def _pairs(self) -> float:
-        return self.tokens * self.sparse.selected_keys(self.model.seq_length)
 
     def _selected_loads(self) -> PassLoads:
         """Return the work of scores and context over the selected keys, or with torch over all keys.
@@ -221,15 +212,11 @@ class Sparse(Attention):
             one = self.model.seq_length
             context = Load(products=(Product(m=one, n=self.value, k=one, count=self.heads * self.tokens / one),))
             forward = self._in_fp32(self.heads, self.query, 90.0) + context
-            return PassLoads(
-                forward=forward, input_grad=self._in_fp32(2.0 * self.heads, self.query, 55.0) + context + context
-            )
-        pairs = self._pairs * self.core_heads
+            return PassLoads(forward=forward, input_grad=self._in_fp32(2.0 * self.heads, self.query, 10.0) + forward)
+        pairs = self.pairs * self.core_heads
         flops, backward = 2.0 * pairs * (self.query + self.value), 2.5 + (self.sparse.dsa_kernel_backend == "tilelang")
-        return PassLoads(
-            forward=Load(attention_flops=flops, exponentials=pairs, kernels=8),
-            input_grad=Load(attention_flops=backward * flops, exponentials=pairs, kernels=20),
-        )
+        load = Load(attention_flops=backward * flops, exponentials=pairs, kernels=20)
+        return PassLoads(forward=Load(attention_flops=flops, exponentials=pairs, kernels=8), input_grad=load)
 
     def module_flops(self) -> dict[str, float]:
         """Return the FLOPs per token of indexer and core, and of the products that `mla_up_proj` repeats."""
@@ -248,32 +235,24 @@ class Sparse(Attention):
     def exchanges(self, _job: Job, once_S: Ints, again_S: Ints, _domain: int) -> Iterator[Exchange]:
         """Yield the gathers of latents and indexer inputs over tp, of keys over cp, and the sums of the loss's target.
 
-        The target is a mean over all heads, so tensor ranks add their parts (CUDNN:1463, DSA:487). Not counted: one sum
-        of the indexer's gradients over tp in each step.
+        Gathers at the same time count as one. The target is a mean over all heads, so tensor ranks add their parts
+        (CUDNN:1463, DSA:487). Not counted: one sum of the indexer's gradients over tp in each step.
         """
-        row, tp, cp = self.model.dtype_bytes * self.tokens, self.layout.tp, self.layout.cp
-        if tp > 1 and self.layout.sequence_parallel:
-            yield from _gathered("tp", row * self.query, once_S, again_S)
-            if self.has_indexer:
-                inputs = self.model.hidden_size + self.latent_query
-                yield Exchange.of("all_gather", "tp", row * inputs, once_S, again_S)
-        if tp > 1 and self.has_loss:
-            columns = self.model.seq_length if self.has_plain_loss else self.topk
-            backward_S = again_S + once_S * self.has_plain_loss
-            yield Exchange.of("all_reduce", "tp", FP32_BYTES * self.tokens * columns, once_S, backward_S)
+        row, cp, size = self.model.dtype_bytes * self.tokens, self.layout.cp, self.sparse.dsa_indexer_head_dim
+        if self.is_split:
+            gathered = self.query + self.has_indexer * self.indexed
+            yield Exchange.of("all_gather", "tp", row * gathered, once_S, again_S)
+            yield Exchange.of("reduce_scatter", "tp", row * self.query, 0 * once_S, once_S)
+        if self.layout.tp > 1 and self.has_loss:
+            target = FP32_BYTES * self.tokens * (self.model.seq_length if self.has_plain_loss else self.topk)
+            yield Exchange.of("all_reduce", "tp", target, once_S, again_S + once_S * self.has_plain_loss)
         if cp > 1:
-            yield from _gathered("cp", row * cp * self.query, once_S, again_S)
-            if self.has_indexer:
-                size = row * cp * self.sparse.dsa_indexer_head_dim
-                yield Exchange.of("all_gather", "cp", size, once_S, again_S + once_S * self.has_loss)
+            keys, reduced = (self.query + size * each for each in (self.has_indexer, self.has_loss))
+            yield Exchange.of("all_gather", "cp", row * cp * keys, once_S, again_S)
+            yield Exchange.of("reduce_scatter", "cp", row * cp * reduced, 0 * once_S, once_S)
 
 
 class SharedSparse(Sparse):
     """Sparse attention that takes the selected keys of an earlier layer of its pipeline stage."""
 
     has_indexer = False
-
-
-def _gathered(group: Group, size_bytes: float, once_S: Ints, again_S: Ints) -> Iterator[Exchange]:
-    yield Exchange.of("all_gather", group, size_bytes, once_S, again_S)
-    yield Exchange.of("reduce_scatter", group, size_bytes, 0 * once_S, once_S)

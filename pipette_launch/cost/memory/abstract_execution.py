@@ -79,8 +79,9 @@ def execute(
         # Abstract execution cannot run Megatron-FSDP, which needs a process group with all ranks and frees storage of
         # tensors.
         raise PlanError("abstract execution runs no FSDP; count by formula with --method closed")
-    if job.model.hybrid:
-        raise PlanError("abstract execution builds no hybrid models; count by formula with --method closed")
+    if job.model.needs_script:
+        reason = "abstract execution builds only attention, MLPs and experts of a GPT"
+        raise PlanError(f"{reason}; count by formula with --method closed")
     for rank in pp_ranks:
         if not 0 <= rank < layout.pp:
             raise PlanError(f"there is no pipeline rank {rank} of {layout.pp}")

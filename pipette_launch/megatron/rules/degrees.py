@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from pipette_launch.errors import LayoutError
-from pipette_launch.facts import HybridLayers, ModelSpec
+from pipette_launch.facts import HybridLayers
 from pipette_launch.facts.co_location import expert_block, tensor_block
 from pipette_launch.facts.job import ITERATION, LOCAL, SHARDS_GRADIENTS, flag_of
 from pipette_launch.facts.layout import Degrees
@@ -307,22 +307,17 @@ def chunks_faults(rules: Rules, pp: int, vpp: int, layers_per_chunk: tuple[int, 
 
 def _kinds_faults(rules: Rules, pp: int, layers_per_chunk: tuple[int, ...]) -> Broken:
     """Check the kinds of layers in each chunk."""
-    if _separates_keys(rules.job.model, layers_per_chunk):
-        names = ("pp", "layers_per_chunk", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset")
-        yield BrokenRule("a layer takes selected keys from a layer of another chunk", names)
+    sparse, kinds = rules.job.model.sparse_attention, rules.job.model.layer_kinds
+    if sparse and sparse.dsa_indexer_topk_freq > 1:
+        # Megatron makes the same check (_validate_dsa_index_share_pipeline_split of core_v0.19).
+        ends = zip(accumulate(layers_per_chunk), layers_per_chunk, strict=True)
+        layers = ((end - size, number) for end, size in ends for number in range(end - size + 1, end + 1))
+        if any("sparse" in kinds[number - 1] and sparse.source(number) <= start for start, number in layers):
+            names = ("pp", "layers_per_chunk", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset")
+            yield BrokenRule("a layer takes selected keys from a layer of another chunk", names)
     if not _reports_losses(rules, pp, layers_per_chunk):
         reason = "before 0.17, auxiliary losses with multi-token prediction need experts on each pipeline rank"
         yield BrokenRule(reason, ("pp", "layers_per_chunk", "mtp_num_layers"), is_refused=False)
-
-
-def _separates_keys(model: ModelSpec, layers_per_chunk: tuple[int, ...]) -> bool:
-    """Return True if sparse attention takes keys from another chunk (_validate_dsa_index_share_pipeline_split)."""
-    sparse, kinds = model.sparse_attention, model.layer_kinds
-    if sparse is None or sparse.dsa_indexer_topk_freq == 1:
-        return False
-    ends = zip(accumulate(layers_per_chunk), layers_per_chunk, strict=True)
-    layers = ((end - size, number) for end, size in ends for number in range(end - size + 1, end + 1))
-    return any("sparse" in kinds[number - 1] and sparse.source(number) <= start for start, number in layers)
 
 
 def _reports_losses(rules: Rules, pp: int, layers_per_chunk: tuple[int, ...]) -> bool:

@@ -131,6 +131,12 @@ def _always(_: FlagView) -> bool:
     return True
 
 
+def _is_sparse(f: FlagView) -> bool:
+    return f.experimental_attention_variant == "dsa" or "D" in (
+        f.hybrid_layer_pattern or f.hybrid_override_pattern or ""
+    )
+
+
 def excludes(names: str, reason: str = "exclude each other", *, when: Test = _always, **releases: Release) -> FlagRule:
     """Make the rule that the flags of `names` may not all be on at the same time."""
     dests = names.split()
@@ -227,6 +233,11 @@ TABLE = (
         "--transformer-impl transformer_engine",
         when=lambda f: not f.is_hybrid,
     ),
+    needs(
+        "experimental_attention_variant", "--multi-latent-attention", when=lambda f: _is_sparse(f) and not f.is_hybrid
+    ),
+    excludes("apply_rope_fusion", "sparse attention needs --no-rope-fusion", when=_is_sparse),
+    excludes("add_bias_linear", "sparse attention needs --disable-bias-linear", when=_is_sparse, since=(0, 19)),
     needs("fused_residual_rmsnorm", "--normalization RMSNorm"),
     needs("rope_type", "--multi-latent-attention", when=lambda f: f.rope_type != "rope"),
     excludes("squared_relu swiglu"),
@@ -392,20 +403,6 @@ def _attention(f: FlagView) -> Iterator[Fault]:
         yield "cp_comm_type", "a2a+p2p needs --hierarchical-context-parallel-sizes"
 
 
-def _sparse_attention(f: FlagView) -> Iterator[Fault]:
-    is_letter = "D" in (f.hybrid_layer_pattern or f.hybrid_override_pattern or "")
-    if f.experimental_attention_variant != "dsa" and not is_letter:
-        return
-    for dest, is_met, needed in (
-        ("multi_latent_attention", is_letter or f.multi_latent_attention, "--multi-latent-attention"),
-        ("transformer_impl", is_letter or f.transformer_impl != "local", "--transformer-impl transformer_engine"),
-        ("apply_rope_fusion", not f.apply_rope_fusion, "--no-rope-fusion"),
-        ("add_bias_linear", not f.add_bias_linear or f.release < (0, 19), "--disable-bias-linear"),
-    ):
-        if not is_met:
-            yield f"experimental_attention_variant {dest}", f"sparse attention needs {needed}"
-
-
 def _activations(f: FlagView) -> Iterator[Fault]:
     clamp = f.activation_func_clamp_value if f.activation == "swiglu" and f.release >= (0, 20) else None
     if f.fuses_activation and f.activation == "squared_relu":
@@ -555,8 +552,7 @@ def _graph_modules(f: FlagView) -> Iterator[Fault]:
 
 
 CHECKS = (
-    *(_precision, _sharding, _learning_rate, _files, _layers, _attention, _sparse_attention, _activations),
-    _saved_activations,
+    *(_precision, _sharding, _learning_rate, _files, _layers, _attention, _activations, _saved_activations),
     *(_experts, _router, _dispatcher, _expert_overlap, _graph_flags, _graph_modules),
 )
 

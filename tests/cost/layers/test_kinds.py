@@ -21,6 +21,7 @@ from pipette_launch.cost.layers.kinds import (
     recompute_share,
 )
 from pipette_launch.cost.layers.mlp import Experts
+from pipette_launch.cost.layers.sparse import Sparse
 from pipette_launch.facts import GatedDelta, HybridLayers, Job, LatentAttention, Layout, Recompute, SparseAttention
 from pipette_launch.facts.model import LETTERS
 
@@ -114,7 +115,7 @@ def test_recompute_of_a_sparse_core_keeps_its_inputs() -> None:
     """Recompute of the core frees scores and indices, but keeps keys, and queries that torch's core has in fp32."""
     job = hybrid_job(latent_attention=LATENT, sparse_attention=SPARSE)
     again = Layout(recompute=Recompute(granularity="selective"))
-    block = kinds.attention_of(job.model, Layout(), "sparse_layer")
+    block = Sparse(job.model, Layout())
 
     saved = kinds.kept_bytes(job, Layout(), "sparse_layer") - kinds.kept_bytes(job, again, "sparse_layer")
     assert block.core_bytes(job) - block.held_for_recompute_bytes() == saved

@@ -117,10 +117,9 @@ def test_exchanges_gather_keys_and_sum_the_target() -> None:
     over_tp = [*Sparse(model(), Layout(tp=2, sequence_parallel=True)).exchanges(tiny_job(), ONE, 0 * ONE, 1)]
     plain = Sparse(model(dsa_kernel_backend="none"), Layout(tp=2))
 
-    assert [("all_gather", 2 * TOKENS * QUERY), ("reduce_scatter", 2 * TOKENS * QUERY)] == [
-        (each.kind, each.size_bytes) for each in over_cp[:2]
-    ]
-    assert (2 * TOKENS * 128, (1.0,)) == (over_cp[2].size_bytes, over_cp[2].backward)
-    assert ["all_gather", "reduce_scatter", "all_gather", "all_reduce"] == [each.kind for each in over_tp]
-    assert [2 * TOKENS * (HIDDEN + 2048), 4 * TOKENS * 2048] == [each.size_bytes for each in over_tp[2:]]
+    both = ["all_gather", "reduce_scatter"]
+    assert [both, [*both, "all_reduce"]] == [[each.kind for each in some] for some in (over_cp, over_tp)]
+    assert 2 * [2 * TOKENS * (QUERY + 128)] == [each.size_bytes for each in over_cp]
+    gathered, reduced, target = (each.size_bytes for each in over_tp)
+    assert (QUERY + HIDDEN + 2048, QUERY, 2 * 2048) == tuple(size / 2 / TOKENS for size in (gathered, reduced, target))
     assert [4 * TOKENS * TOKENS] == [each.size_bytes for each in plain.exchanges(tiny_job(), ONE, 0 * ONE, 1)]

@@ -77,7 +77,9 @@ def run_one(network: str, model: str, seed: int) -> Row:
     job = job_of(model)
     found = base_layouts(job, world_size=HOSTS * DEVICES, domains=Domains(devices_per_host=DEVICES), device_kind="cuda")
     spec = MACHINES[MACHINE].spec
-    measured = imagined(job, spec, num_hosts=HOSTS, devices_per_host=DEVICES, layouts=found.layouts)
+    measured = imagined(
+        job, spec, num_hosts=HOSTS, devices_per_host=DEVICES, layouts=[*map(found.columns.layout, range(len(found)))]
+    )
     measured = with_network(measured, NETWORKS[network](HOSTS, np.random.default_rng([seed, HOSTS])))
     plan = solve(
         job,

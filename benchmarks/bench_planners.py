@@ -60,7 +60,7 @@ class Bench:
                 MACHINES[machine].spec,
                 num_hosts=hosts,
                 devices_per_host=DEVICES_PER_HOST,
-                layouts=found.layouts,
+                layouts=[*map(found.columns.layout, range(len(found)))],
             )
             self._imagined = (machine, model, gpus), measured
         # Every model of a size meets the same network.

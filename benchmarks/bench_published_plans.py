@@ -60,7 +60,7 @@ def run(job: Job, machines: Machines, setting: Setting) -> tuple[Duel, float, bo
     """Plan one job by everybody; and the step of the published layout, and whether it fits."""
     hosts, devices = machines.num_hosts, machines.devices_per_host
     found = base_layouts(job, world_size=hosts * devices, domains=Domains(devices_per_host=devices), device_kind="cuda")
-    layouts = (*found.layouts, job.own)
+    layouts = (*map(found.columns.layout, range(len(found))), job.own)
     measured = imagined(job, machines.device, num_hosts=hosts, devices_per_host=devices, layouts=layouts)
     options = PlannerOptions(
         capacity_bytes=measured.cluster.memory_bytes,

@@ -69,7 +69,7 @@ def measured(job: Job, hosts: int) -> Measurements:
         device_named("A100-80GB"),
         num_hosts=hosts,
         devices_per_host=DEVICES_PER_HOST,
-        layouts=found.layouts,
+        layouts=[*map(found.columns.layout, range(len(found)))],
     )
     rng = np.random.default_rng(SEED)
     cluster = equal.cluster

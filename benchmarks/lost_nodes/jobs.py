@@ -79,7 +79,13 @@ def machines(case: Case) -> Measurements:
     job = case.job(case.hosts)
     world = case.hosts * DEVICES_PER_HOST
     found = base_layouts(job, world_size=world, domains=Domains(devices_per_host=DEVICES_PER_HOST), device_kind="cuda")
-    return imagined(job, device(), num_hosts=case.hosts, devices_per_host=DEVICES_PER_HOST, layouts=found.layouts)
+    return imagined(
+        job,
+        device(),
+        num_hosts=case.hosts,
+        devices_per_host=DEVICES_PER_HOST,
+        layouts=[*map(found.columns.layout, range(len(found)))],
+    )
 
 
 def of_hosts(job: Job, measured: Measurements, hosts: int) -> Measurements:

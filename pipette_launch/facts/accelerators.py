@@ -115,8 +115,6 @@ class DeviceSpec:
         return self.flops_per_s[dtype]
 
 
-Words = tuple[str, ...]
-
 _NOISE = set("NVIDIA TESLA GEFORCE GPU TENSOR CORE GENERATION VOLTA TURING AMPERE GRACE HOPPER SUPERCHIP".split())
 """Words in device names that do not identify a device."""
 _ONE_WORD = (
@@ -139,7 +137,7 @@ _CAPABILITIES = {
 _CHIP = {capability: re.compile(rf"(?<!\S)({chips})(?!\S)") for capability, chips in _CAPABILITIES.items()}
 
 
-def words_of(name: str) -> Words:
+def words_of(name: str) -> tuple[str, ...]:
     """Split a name into words: `NVIDIA A100-SXM4-40GB` and `a100_sxm4_40g` become A100, SXM4, 40GB."""
     plain = re.sub(r"[^A-Z0-9]+", " ", name.upper().replace("PCI-E", "PCIE"))
     for pattern, replacement in _ONE_WORD:

@@ -24,8 +24,6 @@ from pipette_launch.search.slots import IsLate
 from pipette_launch.text import bytes_text, plural, seconds_text
 
 PART_NAMES = {
-    "compute": "compute",
-    "recompute": "recompute",
     "tensor_parallel": "tensor-parallel communication",
     "context_parallel": "context-parallel communication",
     "expert_parallel": "expert-parallel communication",
@@ -152,13 +150,12 @@ def _why_other(inputs: SearchInputs, chosen: Chosen) -> list[str]:
     else:
         found = _saving(choice, own)
     best = chosen.best
+    found += _passed_over(chosen)
     saved = 1 - best.placed.cost_s / best.host_order_s
     if not (choice.is_host_order or best.layout == own.layout or saved < _PRINTS_AS_ZERO):
         before = seconds_text(best.host_order_s)
-        placed = [f"Placing its ranks by the links saves {saved:.1%}; in torchrun's order it would take {before}."]
-    else:
-        placed = []
-    return found + _passed_over(chosen) + placed
+        found.append(f"Placing its ranks by the links saves {saved:.1%}; in torchrun's order it would take {before}.")
+    return found
 
 
 def _need_text(need_bytes: tuple[int, ...], limit_bytes: int) -> str:

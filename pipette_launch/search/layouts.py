@@ -251,11 +251,6 @@ class BaseLayouts:
         """Return the number of base layouts."""
         return len(self.columns)
 
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        """First variant of every base layout. Each access builds all `Layout` objects, in some microseconds each."""
-        return tuple(self.columns.layout(row) for row in range(len(self)))
-
     def variants(self, rows: Ints) -> tuple[Ints, LayoutColumns]:
         """Return all legal variants of some base layouts, and for each the index of its base layout in `rows` (M).
 

@@ -21,15 +21,7 @@ from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts import Choice, Cluster, Job, Layout, Recompute
 from pipette_launch.facts.job import flag_of
 from pipette_launch.facts.layout import NO_RECOMPUTE
-from pipette_launch.facts.schedule import (
-    FOLDING_RELEASE,
-    RELEASES,
-    PassTimes,
-    Placement,
-    Schedule,
-    ScheduleFile,
-    schedule_of,
-)
+from pipette_launch.facts.schedule import FOLDING_RELEASE, RELEASES, PassTimes, Schedule, ScheduleFile, schedule_of
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.candidates import Candidate, Promising, SearchInputs, placement_problem, price
 from pipette_launch.search.choose import choice_of
@@ -113,9 +105,9 @@ class _LayoutMemory:
         """Megatron's own schedule of the layout."""
         return schedule_of(self.layout, self.num_microbatches)
 
-    def peaks(self, placement: Placement, live_bytes: Sequence[int]) -> tuple[int, ...]:
-        """Predict the peak bytes of each pipeline rank from the bytes of its live activations."""
-        if placement == "loop":
+    def peaks(self, live_bytes: Sequence[int], *, is_folded: bool) -> tuple[int, ...]:
+        """Predict the peak bytes of each pipeline rank from the bytes of its live activations, in a loop or in a V."""
+        if not is_folded:
             stock_bytes = peak_live_bytes(self.stock, self.kept_bytes)
             each = zip(self.stock_peaks, stock_bytes, live_bytes, strict=True)
             return tuple(peak - stock + live for peak, stock, live in each)
@@ -180,7 +172,8 @@ def _ways(inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], na
         for group_size in (layout.pp, -(-layout.pp // 2)) if known.has_groups else (None,):
             counts = layout.pp, layout.vpp, memory.num_microbatches, group_size or layout.pp
             most_bytes = most_kept(name, memory.kept_bytes, *counts)
-            if max(memory.peaks(known.placement, list(map(math.floor, most_bytes)))) <= memory.limit_bytes:
+            peaks = memory.peaks(list(map(math.floor, most_bytes)), is_folded=known.placement == "v")
+            if max(peaks) <= memory.limit_bytes:
                 found.append(_Way(name, group_size))
     return found
 
@@ -213,7 +206,7 @@ def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], i
             # The schedule does not suit the layout: for example, the micro-batches do not fill whole groups.
             continue
         live_bytes = peak_live_bytes(schedule, kept_bytes, waiting_bytes)
-        peaks = memory.peaks(schedule.placement, live_bytes)
+        peaks = memory.peaks(live_bytes, is_folded=schedule.placement == "v")
         if max(peaks) <= memory.limit_bytes:
             # If both schedules run each rank's forwards in the same order, dropout draws the same numbers.
             ours, stock = (

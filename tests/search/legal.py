@@ -25,3 +25,8 @@ def variants(found: BaseLayouts, *rows: int) -> tuple[Layout, ...]:
     """All legal variants of some cuts, cut by cut."""
     _, columns = found.variants(np.array(rows, dtype=np.int64))
     return tuple(columns.layout(row) for row in range(len(columns)))
+
+
+def cuts(found: BaseLayouts) -> list[Layout]:
+    """The first variant of every cut."""
+    return [found.columns.layout(row) for row in range(len(found))]

@@ -13,7 +13,7 @@ from facts_for_tests import LATENT, tiny_cluster, tiny_job, tiny_measurements, t
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from search import naive
-from search.legal import legal_layouts, variants
+from search.legal import cuts, legal_layouts, variants
 from search.worlds import PROVENANCE, two_racks
 
 from pipette_launch.cost.compute.stages import ComputeTable
@@ -46,7 +46,7 @@ def found_in(case: naive.Case) -> BaseLayouts:
 def test_cuts_agree_with_trying_everything(case: naive.Case) -> None:
     """No legal cut is left out, no illegal one is let in, and none comes twice."""
     expected = {cut for cut, is_legal in naive.cuts(case) if is_legal}
-    found = [replace(cut, **NO_SAVERS) for cut in found_in(case).layouts]
+    found = [replace(cut, **NO_SAVERS) for cut in cuts(found_in(case))]
 
     assert len(expected) == len(found)
     assert expected == set(found)
@@ -58,11 +58,11 @@ def test_savers_agree_with_trying_everything(case: naive.Case) -> None:
     """Every cut has exactly its legal savers, the first of them in its row; all are counted."""
     found = found_in(case)
     every = [variants(found, row) for row in range(len(found))]
-    expected = [{replace(cut, **saver._asdict()) for saver in naive.savers(case, cut)} for cut in found.layouts]
+    expected = [{replace(cut, **saver._asdict()) for saver in naive.savers(case, cut)} for cut in cuts(found)]
     row_M, columns = found.variants(np.arange(len(found)))
 
     assert expected == [set(each) for each in every]
-    assert list(found.layouts) == [each[0] for each in every]
+    assert cuts(found) == [each[0] for each in every]
     assert [layout for each in every for layout in each] == [columns.layout(row) for row in range(len(columns))]
     assert [row for row, each in enumerate(every) for _ in each] == row_M.tolist()
     assert found.num_layouts == sum(map(len, every))
@@ -249,7 +249,7 @@ def test_measured_times_decide_where_layers_go() -> None:
 
     found = base_layouts(job, world_size=4, domains=Domains(devices_per_host=4), device_kind="cpu", table=table)
 
-    assert {(), (6, 2)} == {cut.layers_per_chunk for cut in found.layouts if (cut.pp, cut.vpp) == (2, 1)}
+    assert {(), (6, 2)} == {cut.layers_per_chunk for cut in cuts(found) if (cut.pp, cut.vpp) == (2, 1)}
 
 
 def test_large_micro_batches_have_a_cut_of_their_own() -> None:
@@ -267,7 +267,7 @@ def test_large_micro_batches_have_a_cut_of_their_own() -> None:
     table = ComputeTable(job, replace(measurements, compute=host_bound))
 
     found = base_layouts(job, world_size=4, domains=Domains(devices_per_host=4), device_kind="cpu", table=table)
-    by_cut = {cut.layers_per_chunk for cut in found.layouts if (cut.tp, cut.pp, cut.vpp) == (1, 2, 1)}
+    by_cut = {cut.layers_per_chunk for cut in cuts(found) if (cut.tp, cut.pp, cut.vpp) == (1, 2, 1)}
 
     assert {(), (5, 3), (7, 1)} == by_cut
 

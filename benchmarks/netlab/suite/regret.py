@@ -178,7 +178,9 @@ def _found(one: Field, setting: Setting, say: Say) -> Found:
         found = base_layouts(
             case.job, world_size=num_hosts * slots, domains=Domains(devices_per_host=slots), device_kind="cpu"
         )
-        runs = promising_first(space.runs(found.layouts, num_hosts, slots, random.Random(SEED)), case)
+        runs = promising_first(
+            space.runs([*map(found.columns.layout, range(len(found)))], num_hosts, slots, random.Random(SEED)), case
+        )
         before = processor_time()
         chosen = meter.tried(choice.layout, choice.placement)
         default = meter.tried(case.job.own, torchrun_order(num_hosts * slots))

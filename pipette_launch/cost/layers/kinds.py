@@ -84,7 +84,7 @@ def backward_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
     has_experts = "experts" in blocks
     mixers = (block for block in blocks_of(model, layout, kind) if isinstance(block, (Attention, Delta)))
     mixer = next(mixers, Attention(model, layout))
-    behind = (Experts if has_experts else Mlp)(model, layout)
+    behind = (Experts if has_experts or (model.num_experts and not model.has_dense_mlps) else Mlp)(model, layout)
     kept, away = behind.activations(job), offloaded(job, layout, kind)
     freed = kept.total - kept.dropout_masks - away.mlp
     peak = max(behind.backward_bytes(job), mixer.backward_bytes(job) - freed)

@@ -292,7 +292,7 @@ class Experts(_FeedForward):
         options = performance_options(job)
         gated = self.model.gated_linear_unit
         fused = options.bias_swiglu_fusion if gated else options.use_fused_weighted_squared_relu
-        return (fused and self.uses_te) or options.moe_use_legacy_grouped_gemm
+        return (self.uses_te and fused) or options.moe_use_legacy_grouped_gemm
 
     def _router_bytes(self, job: Job) -> int:
         """Count the bytes that Megatron's TopKRouter.routing saves (MO/router.py:531-640, MO/moe_utils.py:600-740)."""
@@ -346,10 +346,9 @@ class Experts(_FeedForward):
         options, layout, dtype = performance_options(job), self.layout, self.model.dtype_bytes
         if not self.shared_width:
             return 0
+        width_bytes = dtype * self.tokens * (self.shared_width // layout.tp)
         widths = self.gates + (0 if self._fuses_activation(job) else self.unfused_copies(job))
-        one = dtype * self.tokens * (self.shared_width // layout.tp)
-        kept = one * widths + as_matrix_input(job, one)
-        kept += as_matrix_input(job, self.residual_bytes) if narrow_bits(job) else 0
+        kept = width_bytes * widths + as_matrix_input(job, width_bytes)
         if options.moe_shared_expert_overlap and layout.sequence_parallel and layout.tp > 1:
             kept += dtype * self.tokens * self.model.hidden_size
         return kept + self.model.moe_shared_expert_gate * self.local_tokens * dtype * (self.model.hidden_size + 1)

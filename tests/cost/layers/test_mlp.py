@@ -137,6 +137,24 @@ def test_fp8_keeps_narrow_inputs_of_a_shared_expert() -> None:
     assert narrow == tokens * (2 * 32 + 32 + 64)
 
 
+def test_fused_squared_relu_keeps_its_input_and_the_second_matrix_its_own() -> None:
+    """The flag fuses units without a gate, and a gated unit follows the flag of SwiGLU."""
+    fused = kept(job("--use-fused-weighted-squared-relu"), Layout())
+    gated = kept(job("--use-fused-weighted-squared-relu", "--no-bias-swiglu-fusion", gated_linear_unit=True), Layout())
+
+    assert (2 * 64 * 96, 4 * 2 * 64 * 96) == (fused.activation, gated.activation)
+
+
+def test_fp8_halves_the_second_input_of_a_shared_expert() -> None:
+    """The output of its first matrix stays in bf16."""
+    wide, narrow = (
+        kept(job(*flags, moe_shared_expert_intermediate_size=128), Layout()).shared
+        for flags in ((), ("--fp8-format hybrid",))
+    )
+
+    assert 4 * narrow == 3 * wide > 0
+
+
 def test_fp8_halves_the_inputs_of_matrices() -> None:
     """Rows and second matrices' inputs in one byte; the first matrices' outputs stay in bf16."""
     wide = kept(job(gated_linear_unit=True), Layout())

@@ -21,6 +21,7 @@ from benchmarks.validation.tables import Row
 from pipette_launch.cost.memory.overhead import overhead_of
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PipetteError
+from pipette_launch.facts import Job
 from pipette_launch.text import GIB
 
 RESULT = Path(__file__).parent / "results" / "published_fits.md"
@@ -61,13 +62,19 @@ def _predicted(row: Row, shape: Row, refused: str) -> tuple[Found, object]:
     try:
         if refused:
             return Found(group, name, refused=refused), None
-        job, machines = run_of(row, shape)
+        job, peak, capacity = priced(row, shape)
     except PipetteError as error:
         return Found(group, name, refused=str(error).splitlines()[0]), None
+    return Found(group, name, job.own.words(), peak, capacity), (job, capacity)
+
+
+def priced(row: Row, shape: Row | None) -> tuple[Job, int, int]:
+    """Return the job of a row, the bytes of its fullest rank, and those of its device; raises PipetteError."""
+    job, machines = run_of(row, shape)
     device = machines.device
     overhead = overhead_of(job, job.own, device_kind="cuda", device_name=device.name)
     peak = max(overhead.device_peak_bytes(stage.total) for stage in peak_memory_bytes(job, job.own))
-    return Found(group, name, job.own.words(), peak, device.memory_bytes), (job, device.name)
+    return job, peak, device.memory_bytes
 
 
 def report() -> Iterator[str]:

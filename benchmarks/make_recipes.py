@@ -78,7 +78,7 @@ SAME = {
         "moe_router_padding_for_fp8 moe_expert_rank_capacity_factor moe_expert_capacity_factor moe_router_dtype "
         "moe_pad_expert_input_to_capacity moe_paged_stash moe_paged_stash_buffer_size_factor_cuda "
         "moe_paged_stash_buffer_size_factor_cpu mtp_num_layers mtp_use_repeated_layer use_transformer_engine_op_fuser "
-        "cross_entropy_loss_fusion fp8_output_proj"
+        "use_fused_weighted_squared_relu fp8_output_proj"
     ),
     "train": "global_batch_size micro_batch_size",
     "ddp": (
@@ -213,6 +213,9 @@ def flags_of(recipe: Recipe) -> dict[str, Any]:
     if types.use_precision_aware_optimizer:
         names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
         flags |= {name.replace("_", "-"): TYPES.get(str(getattr(types, name) or "float32")) for name in names}
+    # Bridge's models have these defaults.
+    flags["cross-entropy-loss-fusion"] = model.cross_entropy_loss_fusion is not False
+    flags["moe-grouped-gemm"] = (model.expert_model_parallel_size or 1) > 1 or flags["moe-grouped-gemm"]
     flags["cross-entropy-fusion-impl"] = model.cross_entropy_fusion_impl
     # Bridge gives the buffers of gradients no layout of whole matrices.
     flags["no-use-layer-wise-param-layout"] = "muon" in (types.optimizer or "")

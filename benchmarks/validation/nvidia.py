@@ -98,7 +98,7 @@ def _scored(rows: Sequence[Row], shapes: Mapping[str, Row], name: str, model: St
     return Found(lines=tuple(lines), skipped=tuple(skipped), details=tuple(details))
 
 
-def run_of(row: Row, shape: Row) -> tuple[Job, Machines]:
+def run_of(row: Row, shape: Row | None) -> tuple[Job, Machines]:
     """The job of a row and the machines that ran it."""
     device: DeviceSpec = known_devices()[DEVICES[row["system"]]]
     num_hosts, per_host = hosts_of(row["gpus"], device.devices_per_host)

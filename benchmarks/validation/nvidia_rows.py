@@ -12,7 +12,7 @@ from benchmarks.validation.shapes import VERSION
 from benchmarks.validation.tables import Row, Table, number, optional, read_table, size, text, whole, word
 
 COMPLETED = Path(__file__).parent.parent / "data" / "nvidia_completed.csv"
-RECIPES = COMPLETED.with_name("nvidia_recipes.csv")
+RECIPES, CARDS = COMPLETED.with_name("nvidia_recipes.csv"), COMPLETED.with_name("nvidia_cards.csv")
 _STATED_BY_RECIPES = ("dispatcher", "ep_overlap", "cuda_graphs", "recompute")
 COLUMNS = {
     **dict.fromkeys(("release", "phase", "model", "system", "precision"), word),
@@ -26,6 +26,8 @@ _COMPLETED_COLUMNS = {**dict.fromkeys(("release", "model", "system"), word), **d
 _RECIPE_COLUMNS = {name: COLUMNS[name] for name in ("release", "phase", "model", "system", "precision", "recipe")}
 _RECIPE_COLUMNS |= {name: COLUMNS[name] for name in ("gpus", "gbs", "mbs", "seq", "tp", "pp")}
 _RECIPE_COLUMNS |= {"flags": text, "allocator": text, "published": text}
+_CARD_COLUMNS = dict.fromkeys(("card", "recipe", "model", "system", "precision", "allocator", "flags", "note"), text)
+_CARD_COLUMNS |= dict.fromkeys(("gpus", "seq"), optional(size))
 _BLANK = {name: read for name, read in COLUMNS.items() if name not in _RECIPE_COLUMNS}
 _LATENT = ("q_lora", "kv_lora", "qk_nope", "qk_rope", "v_dim")
 SHAPE_COLUMNS = {
@@ -94,6 +96,8 @@ def read_shapes(path: Path) -> dict[str, Row]:
 
 def read_rows(path: Path) -> Table:
     """Read published rows. The recipe of the same release, model and system fills settings that a row leaves blank."""
+    if path == CARDS:
+        return read_table(path, _CARD_COLUMNS)
     if path == RECIPES:
         table, blank = read_table(path, _RECIPE_COLUMNS), {name: read("") for name, read in _BLANK.items()}
         return replace(table, rows=tuple(replace(row, values={**blank, **row.values}) for row in table.rows))
@@ -119,10 +123,11 @@ def measured_s(row: Row) -> float | None:
     return row["gbs"] * row["seq"] / (row["tokens_s_gpu"] * row["gpus"]) if row["tokens_s_gpu"] else None
 
 
-def job_flags(row: Row, shape: Row) -> dict[str, Any]:
+def job_flags(row: Row, shape: Row | None) -> dict[str, Any]:
     """Return the run in Megatron's flags, `True` for a bare one."""
     if row.values.get("flags"):
         return _recipe_flags(row, shape)
+    assert shape
     flags: dict[str, Any] = {
         **model_flags(shape),
         "seq-length": row["seq"],
@@ -165,11 +170,12 @@ def job_flags(row: Row, shape: Row) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if value is not False}
 
 
-def _recipe_flags(row: Row, shape: Row) -> dict[str, Any]:
-    """Return the flags that a recipe states, beside those of its model."""
+def _recipe_flags(row: Row, shape: Row | None) -> dict[str, Any]:
+    """Return the flags that a recipe states, beside those of its model. Without a shape they state the model too."""
     stated = {name: " ".join(words) or True for name, *words in (part.split() for part in row["flags"].split("--")[1:])}
-    flags = {**model_flags(shape), "mtp-num-layers": False, "seq-length": row["seq"], **stated}
-    if is_hybrid(shape):
+    model = model_flags(shape) if shape else {}
+    flags = {**model, "mtp-num-layers": False, "seq-length": row["seq"], **stated}
+    if shape and is_hybrid(shape):
         flags["hybrid-layer-pattern"] = hybrid_pattern(shape, int(stated.get("mtp-num-layers", 0)))
     flags |= {"max-position-embeddings": row["seq"], "no-create-attention-mask-in-dataloader": True}
     return {name: value for name, value in flags.items() if value is not False}
@@ -240,9 +246,9 @@ def model_flags(shape: Row) -> dict[str, Any]:
     return flags
 
 
-def version_of(row: Row, shape: Row) -> str:
+def version_of(row: Row, shape: Row | None) -> str:
     """Return a release that takes the flags of a row."""
-    if row.values.get("flags"):
+    if row.values.get("flags") or shape is None:
         return RECIPE_VERSION
     return LATER_VERSION if is_hybrid(shape) or row["cuda_graphs"] == "full_iteration" else VERSION
 

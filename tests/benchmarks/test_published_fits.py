@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks import make_recipes
+from benchmarks.bench_model_cards import cards
 from benchmarks.bench_published_fits import GROUPS, predictions
 from benchmarks.make_recipes import Recipe, Record
 
@@ -14,6 +15,16 @@ def test_at_least_97_percent_of_published_layouts_fit() -> None:
     assert len(priced) >= 170
     assert sum(one.fits for one in priced) >= 0.97 * len(priced)
     assert [True] == [one.fits for one in priced if one.name.startswith("LLAMA3.1-405B, 256 GB200, FP8-CS")]
+
+
+def test_at_most_three_models_with_a_card_are_refused() -> None:
+    """Only models for whose layers Megatron-LM has no flags, and of the others one layout is too large."""
+    found = list(cards())
+
+    assert len(found) == 23
+    assert ["deepseek-v4-flash", "gemma-4-26b-a4b-it", "kimi-k3"] == [card.name for card in found if card.refused]
+    large = [card.name for card in found if card.peak_bytes > card.device_bytes]
+    assert large == ["gemma-3-4b-it"], "its card has not verified training on one GPU"
 
 
 def test_settings_of_a_recipe_become_flags() -> None:
@@ -35,5 +46,6 @@ def test_settings_of_a_recipe_become_flags() -> None:
         "bf16": True,
         "fp8-format": "hybrid",
         "fp8-recipe": "tensorwise",
+        "cross-entropy-loss-fusion": True,
         "no-check-for-nan-in-loss-and-grad": True,
     } == make_recipes.flags_of(recipe)

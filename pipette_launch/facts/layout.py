@@ -26,12 +26,16 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recompute:
-    """Activation recompute of a layout, with the values of Megatron's --recompute-* flags."""
+    """Activation recompute and offloading of a layout, with the values of Megatron's flags."""
 
     granularity: Literal["none", "selective", "full"]
     method: Literal["none", "uniform", "block"] = "none"
     num_layers: int = 0
     modules: tuple[str, ...] = ()
+    offload_modules: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
+    """Modules whose activations go to the host, and come back for the backward."""
+    offload_share: float = field(default=0.0, metadata=ADDED_LATER)
+    """Share of the modules, in each chunk, whose activations go to the host."""
 
     def __post_init__(self) -> None:
         if (self.granularity == "full") != (self.method != "none" and self.num_layers > 0):
@@ -39,7 +43,9 @@ class Recompute:
             raise LayoutError(f"recompute {given}: full needs a method and a layer count, the others have neither")
 
     def runs_no_more_than(self, other: Recompute) -> bool:
-        """True if `other` recomputes everything that `self` recomputes, so that `self` is never slower."""
+        """True if `other` recomputes and offloads everything that `self` does, so that `self` is never slower."""
+        if self.offload_share > other.offload_share or not {*self.offload_modules} <= {*other.offload_modules}:
+            return False
         if self.granularity == "none" or (other.granularity == "full" and other.method == "uniform"):
             return True
         if self.granularity == other.granularity == "full":
@@ -165,6 +171,7 @@ class Layout:
             ("dist-opt", self.use_distributed_optimizer),
             ("overlap", self.overlap_grad_reduce),
             (f"recompute-{self.recompute.granularity}", self.recompute.granularity != "none"),
+            (f"offload-{self.recompute.offload_share:.0%}", bool(self.recompute.offload_modules)),
             ("uneven", bool(self.layers_per_chunk) and len(set(self.layers_per_chunk)) > 1),
             ("mtp-apart", self.chunks_after_mtp > 0),
         ]

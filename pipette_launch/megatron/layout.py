@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pipette_launch.errors import LayoutError, MegatronError
@@ -31,6 +32,7 @@ RECOMPUTE_DESTS = (
     "recompute_num_layers",
     "recompute_modules",
 )
+OFFLOAD_DESTS = ("fine_grained_activation_offloading", "offload_modules", "activation_offload_fraction")
 DESTS_OF: dict[str, tuple[str, ...]] = {
     **{name: (dest,) for name, dest in DEGREES.items()},
     "dp": (),
@@ -46,6 +48,15 @@ DESTS_OF: dict[str, tuple[str, ...]] = {
 
 
 def read_recompute(arguments: Arguments) -> Recompute:
+    """Read recompute and offloading of activations."""
+    found, share = _read_recompute(arguments), arguments.get("activation_offload_fraction")
+    if not arguments.get("fine_grained_activation_offloading"):
+        return found
+    modules = tuple(arguments.get("offload_modules") or ())
+    return replace(found, offload_modules=modules, offload_share=1.0 if share is None else share)
+
+
+def _read_recompute(arguments: Arguments) -> Recompute:
     """Read activation recompute. As in Megatron, selective recompute without modules recomputes core attention."""
     granularity = "selective" if arguments.get("recompute_activations") else arguments.get("recompute_granularity")
     method, num_layers = arguments.get("recompute_method"), arguments.get("recompute_num_layers")
@@ -255,7 +266,11 @@ def _with_chunks(written: Arguments, layout: Layout, num_layers: int) -> Argumen
 def _with_recompute(written: Arguments, wanted: Recompute) -> Arguments:
     if read_recompute(written) == wanted:
         return written
-    written = written.without(*RECOMPUTE_DESTS)
+    written = written.without(*RECOMPUTE_DESTS, *OFFLOAD_DESTS)
+    if wanted.offload_modules:
+        written = written.with_value("fine_grained_activation_offloading")
+        written = written.with_value("offload_modules", *wanted.offload_modules)
+        written = written.with_value("activation_offload_fraction", wanted.offload_share)
     if wanted.granularity == "none":
         return written
     written = written.with_value("recompute_granularity", wanted.granularity)

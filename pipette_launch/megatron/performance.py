@@ -33,6 +33,7 @@ Jobs that differ in one of these flags must not share plans or measurements.
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables with allocator options. The first variable that is set counts, even if its text is empty."""
 EXPANDABLE = "expandable_segments"
+_FIRST_OFFLOAD_SHARE = (0, 19)
 
 
 def performance_flags(arguments: Arguments, *, every: bool = False) -> tuple[str, ...]:
@@ -65,6 +66,26 @@ def unmodelled(arguments: Arguments) -> list[str]:
         and not (dest in PATTERN_DESTS and (has_sparse or "D" not in value))
         and value not in (*GATED_DELTA_NETS, *(("dsa",) if has_sparse else ()))
     ]
+
+
+def plannable_offload(job: Job) -> list[tuple[str, ...]]:
+    """Return sets of modules whose activations a plan may offload, smallest first.
+
+    The result is empty if the release cannot offload a share, if a flag decides on offloading or may exclude it, or if
+    no module of the model is known to be offloaded.
+    """
+    options, model = performance_options(job), job.model
+    decides = options.fine_grained_activation_offloading or options.cpu_offloading_num_layers
+    excludes = (
+        *(options.graphs.impl != "none", options.overlap_moe_expert_parallel_comm, options.moe_paged_stash),
+        *(options.use_megatron_fsdp, options.use_torch_fsdp2, model.hybrid, model.foreign, model.linear_attention),
+    )
+    is_old = job.release < _FIRST_OFFLOAD_SHARE or model.transformer_impl != "transformer_engine"
+    if decides or any(excludes) or is_old or "recompute" in job.pinned:
+        return []
+    experts = ("expert_fc1", "moe_act") if model.num_experts and options.moe_grouped_gemm else ()
+    attention = () if model.attention_backend in ("unfused", "local") else ("qkv_linear", "core_attn", "attn_proj")
+    return [modules for modules in dict.fromkeys((experts, experts + attention)) if modules]
 
 
 def performance_options(job: Job) -> PerformanceOptions:

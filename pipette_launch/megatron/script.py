@@ -116,7 +116,9 @@ def environment(job: Job, layout: Layout, *, device_kind: str, device_name: str)
     options = performance_options(job)
     chooses = options.use_megatron_fsdp or options.use_torch_fsdp2 or options.overlap_moe_expert_parallel_comm
     is_needed = not (is_blackwell or chooses or layout.tp == layout.cp == 1)
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if is_needed else {}
+    # Megatron asserts the older offloading of Transformer Engine, which leaves weights on the device.
+    needed = {"NVTE_CPU_OFFLOAD_V1": "1"} if layout.recompute.offload_modules else {}
+    return needed | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if is_needed else {})
 
 
 WRITERS = (

@@ -11,11 +11,12 @@ import numpy as np
 from pipette_launch.cost.compute.device_model import published
 from pipette_launch.cost.learned import LEARNED
 from pipette_launch.cost.memory.overhead import has_expandable_segments, measured_overhead, uncounted
-from pipette_launch.cost.memory.peak import NO_MASK, mask_notes, without_mask
+from pipette_launch.cost.memory.peak import NO_MASK, mask_notes, peak_memory_bytes, without_mask
 from pipette_launch.cost.step.predictor import NOT_MODELLED
 from pipette_launch.errors import PlanError
-from pipette_launch.facts import Choice, Job
+from pipette_launch.facts import Choice, Job, Layout
 from pipette_launch.facts.cluster import in_device_order, shared_order
+from pipette_launch.megatron.performance import plannable_offload
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs, doublings_apart, limits_N
 from pipette_launch.search.choose import EQUAL, Chosen
 from pipette_launch.search.layouts import BaseLayouts, base_layouts
@@ -51,7 +52,7 @@ def reasons(inputs: SearchInputs, chosen: Chosen, *, floor_s: float, margin: flo
     another plan had to save.
     """
     why = _why_own(chosen, margin) if chosen.keeps_own else _why_other(inputs, chosen)
-    return (*why, *_runner_up(chosen), *_doubt(inputs, chosen), _bound(chosen), _floor(chosen, floor_s))
+    return (*why, *_runner_up(chosen), *_doubt(inputs, chosen), _bound(chosen), _floor(inputs, chosen, floor_s))
 
 
 def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
@@ -80,6 +81,7 @@ def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
     ][:1]
     layouts = [chosen.choice.layout] if own.fits else [chosen.choice.layout, own.layout]
     found += next(filter(None, (mask_notes(inputs.job, layout) for layout in layouts)), ())
+    found += _host_memory(inputs.job, chosen.choice.layout)
     if inputs.cluster.device_kind == "cuda" and has_expandable_segments(inputs.job):
         # State the allocator's reserve, which was estimated for expandable segments instead of PyTorch's default.
         reserve = measured_overhead(inputs.job, chosen.choice.layout, inputs.measurements).reserve
@@ -88,6 +90,15 @@ def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
     found += _changed_numbers(inputs, chosen)
     found += [f"Not modelled: {sentence[0].lower()}{sentence[1:]}" for sentence in NOT_MODELLED]
     return tuple(dict.fromkeys(found))
+
+
+def _host_memory(job: Job, layout: Layout) -> list[str]:
+    """State the host memory for activations that a plan offloads."""
+    kept = replace(layout, recompute=replace(layout.recompute, offload_modules=(), offload_share=0.0))
+    stages = zip(peak_memory_bytes(job, kept), peak_memory_bytes(job, layout), strict=True)
+    most = max(one.activations - other.activations for one, other in stages) if kept != layout else 0
+    needs = f"{bytes_text(most)} of host memory for each rank, and the variable NVTE_CPU_OFFLOAD_V1=1"
+    return [f"Offloaded activations need up to {needs}."] if most else []
 
 
 def cut_short(num_seen: int, budget_s: float) -> str:
@@ -242,13 +253,16 @@ def _bound(chosen: Chosen) -> str:
     return f"{tried} {seconds_text(choice.bound_s)}, a gap of {gap:.1%}: {choice.bound_reason or BEST_LINKS}."
 
 
-def _floor(chosen: Chosen, floor_s: float) -> str:
+def _floor(inputs: SearchInputs, chosen: Chosen, floor_s: float) -> str:
+    # Offloading is tried only near the best layout.
+    plain = " without offloading" if plannable_offload(inputs.job) and inputs.measurements.host_bytes_per_s else ""
     gap = chosen.choice.step_time_s / floor_s - 1 if floor_s > 0 else float("inf")
     if gap <= _ROUNDING:
-        return "No legal layout that fits is predicted to be faster in any placement: proven."
+        return f"No legal layout that fits{plain} is predicted to be faster in any placement: proven."
     if gap == float("inf"):
         return "How much faster another layout could be is not known."
-    return f"No legal layout that fits takes less than {seconds_text(floor_s)} in any placement: a gap of {gap:.1%}."
+    least = seconds_text(floor_s)
+    return f"No legal layout that fits{plain} takes less than {least} in any placement: a gap of {gap:.1%}."
 
 
 def _changed_numbers(inputs: SearchInputs, chosen: Chosen) -> list[str]:

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -20,6 +21,7 @@ from pipette_launch.cost.memory.overhead import num_communicators, num_group_kin
 from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.facts import Layout, Recompute
 from pipette_launch.facts.layout import FLAG_WORDS, NO_RECOMPUTE, Floats, Ints, LayoutColumns, codes_of
+from pipette_launch.megatron.performance import plannable_offload
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Promising, SearchInputs, limits_N
 from pipette_launch.search.layouts import BaseLayouts
 from pipette_launch.search.slots import IsLate
@@ -35,6 +37,8 @@ RARELY_RULED_OUT = 0.97
 rarely more than 3 % higher, and removed only 1 % of these base layouts."""
 LOOKED_THROUGH = 64
 """Number of layouts among which the search looks for layouts with less memory."""
+OFFLOAD_SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Shares of modules whose activations a plan may offload."""
 _DEGREES = ("tp", "pp", "cp", "ep")
 
 
@@ -118,6 +122,29 @@ class Frontier:
         """Return up to `count` of the quickest and of the leanest layouts that `dive` found but did not return."""
         quick, lean = self._fitting_ones(self._quick[:count]), self._fitting_ones(self._lean[:LOOKED_THROUGH])
         return quick + [one for one in lean if max(one.peak_bytes) <= most_bytes][:count]
+
+    def with_offloading(self, layout: Layout, *, below_s: float) -> list[Promising]:
+        """Return a layout without recompute, and neighbours, that fit only if a plan offloads activations.
+
+        Each has the least sufficient share of offloaded modules, and a bound below a step time.
+        """
+        sets = plannable_offload(self._inputs.job) if self._inputs.measurements.host_bytes_per_s else []
+        bare = replace(layout, recompute=NO_RECOMPUTE)
+        near = self._base.neighbours(bare) if sets else LayoutColumns.of([])
+        plain = [
+            near.layout(row) for row in np.flatnonzero(near.recompute == near.recomputes.index(NO_RECOMPUTE)).tolist()
+        ]
+        columns = LayoutColumns.of([bare, *plain] if sets else [])
+        columns = columns.take(np.flatnonzero(~self._fits_N(columns)))
+        columns = columns.take(np.flatnonzero(self._bounds_s(columns) < below_s))
+        found: list[Layout] = []
+        for modules, share in product(sets, OFFLOAD_SHARES):
+            option = replace(NO_RECOMPUTE, offload_modules=modules, offload_share=share)
+            columns = replace(columns, recomputes=(option,))
+            fits_N = self._fits_N(columns)
+            found += [columns.layout(row) for row in np.flatnonzero(fits_N).tolist()]
+            columns = columns.take(np.flatnonzero(~fits_N))
+        return self._fitting_ones(found)
 
     def over_the_limit(self, *, live: float) -> list[Promising]:
         """Return layouts of several chunks that fit only with the share `live` of activations, by rising bound."""

@@ -156,6 +156,8 @@ def best_scheduled(
 
 def _ways(inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], names: Sequence[str]) -> list[_Way]:
     """List the schedules that fit in the memory of a layout's ranks; schedules that take long to build come last."""
+    if layout.recompute.offload_modules:
+        return []
     memory = _LayoutMemory(inputs=inputs, layout=layout, stock_peaks=stock_peaks)
     splits = inputs.job.model.transformer_impl == "local"
     can_fold = (

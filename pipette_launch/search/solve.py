@@ -69,6 +69,8 @@ class Searched:
     num_seen: int
     """Number of layouts that were priced, or were ruled out by a lower bound above the best step."""
     num_aside: int
+    num_offloaded: int
+    """Number of layouts with offloading, which the list of base layouts does not have."""
     floor_s: float
     is_cut_short: bool
     """True if the deadline ended the search."""
@@ -90,6 +92,7 @@ class SearchLoop:
         """For each set of degrees: sum of the shares by which promised steps exceed the best step (`IN_VAIN`)."""
         self._aside: dict[Layout, Promising] = {}
         """Layouts that were not priced, because several layouts with the same degrees were slower than the best."""
+        self._num_offloaded = 0
 
     def run(self) -> Searched:
         """Search to the end or to the deadline."""
@@ -113,6 +116,7 @@ class SearchLoop:
             size = min(size + size // 2, MOST_AT_ONCE)
             if self._is_late():
                 break
+        self._offload()
         for width in next(widths for most, widths in AFTER_PRICING if inputs.cluster.num_slots <= most):
             self._place(width)
         self._anneal()
@@ -125,6 +129,7 @@ class SearchLoop:
             candidates=tuple(self._pool.values()),
             num_seen=len(self._pool) + len(self._beaten),
             num_aside=len(self._aside),
+            num_offloaded=self._num_offloaded,
             floor_s=min(self._best_s(), self._missed_s, self._frontier.least_s, *floors_s),
             is_cut_short=self._is_late(),
         )
@@ -184,6 +189,13 @@ class SearchLoop:
                 return
             self._pool[one.layout] = with_better_placement(self._inputs, one, seed=self._seed, is_late=self._is_late)
         self._surround()
+
+    def _offload(self) -> None:
+        """Price layouts near the best one, and near the user's own, that fit only with offloaded activations."""
+        for layout in dict.fromkeys((self._leader().layout, self._inputs.job.own)):
+            found = self._frontier.with_offloading(layout, below_s=self._best_s())
+            self._num_offloaded += len(found)
+            self._price(found, beat_s=self._best_s())
 
     def _hopes(self, width: int) -> list[Candidate]:
         """Return the most promising layouts whose sharpened bounds allow a noticeable gain."""
@@ -328,11 +340,12 @@ def solve(
 
     frontier = _frontier(inputs, base, is_late)
     searched = SearchLoop(inputs, frontier, seed=options.seed, is_late=is_late).run()
+    num_layouts = base.num_layouts + searched.num_offloaded
     # The number of layouts that were ruled out, by reason, most frequent reason first.
     dropped = Counter(base.dropped) + frontier.dropped
     if not searched.is_cut_short:
         outdone = len(frontier.outdone.difference(one.layout for one in searched.candidates))
-        beaten = base.num_layouts - len(searched.candidates) - searched.num_aside - outdone - frontier.dropped.total()
+        beaten = num_layouts - len(searched.candidates) - searched.num_aside - outdone - frontier.dropped.total()
         dropped += Counter({BEATEN: beaten, UNPROMISING: searched.num_aside, OUTDONE: outdone})
     plan = _plan(inputs, searched, options, corrections.notes, provenance)
     if options.schedules:
@@ -342,7 +355,7 @@ def solve(
     return replace(
         plan,
         reasons=(*plan.reasons, *explanations.kept_order(inputs, plan.chosen)),
-        num_layouts=base.num_layouts,
+        num_layouts=num_layouts,
         dropped=dict(dropped.most_common()),
         solve_s=clock() - started_s,
     )

@@ -309,9 +309,6 @@ def assumptions(
         f"Links between hosts: {fabric.words(device, num_hosts)}. {fabric.source}",
         fabric.domain_words(device, num_hosts or 1),
     ]
-    if performance_options(job).fine_grained_activation_offloading and device.host_bytes_per_s:
-        rate = rate_text(device.host_bytes_per_s)
-        sentences.append(f"Activations go to the host and come back at {rate} each way.")
     sentences.append("Collectives are rings; a group with several members on each host uses the links of all of them.")
     if not fabric.compute_factor:
         sentences.append("All devices are equally fast.")

@@ -169,9 +169,8 @@ class ComputeTable:
             part: statistics.median([share for (_, name), share in self._again.items() if name == part] or [1.0])
             for part in LAYERS
         }
-        offloads = performance_options(job).fine_grained_activation_offloading
-        self._host_bytes_per_s = measurements.host_bytes_per_s if offloads else 0.0
-        self.copies_to_host = self._host_bytes_per_s > 0
+        self._host_bytes_per_s = measurements.host_bytes_per_s
+        self.copies_to_host = performance_options(job).fine_grained_activation_offloading and self._host_bytes_per_s > 0
         """True if offloading copies activations to the host, so that passes depend on all degrees that cut tensors."""
         self._loading = measurements.loading or LoadingTime(batch_s=0.0, sample_s=0.0)
         self.wake = Passes(forward_s=measurements.wake_s / 2, backward_s=measurements.wake_s / 2)
@@ -378,7 +377,8 @@ class ComputeTable:
             core_share = attention_core_share(model, kind)
             share += part[_CORE].forward_s / layer.forward_s - core_share if core_share else 0.0
         layer = layer.again(share)
-        if not self.copies_to_host or (layout.recompute.granularity == "full" and share):
+        copies = self.copies_to_host or (layout.recompute.offload_modules and self._host_bytes_per_s)
+        if not copies or (layout.recompute.granularity == "full" and share):
             return layer
         # The backward of each module requests the offloaded tensors of the same module in the layer below. So the
         # backward of each layer hides the copy of the next layer's tensors to the device. No pass waits until an

@@ -226,7 +226,8 @@ class _Tensor(NamedTuple):
 def offloaded(job: Job, layout: Layout, kind: LayerKind) -> Offloaded:
     """Count the bytes of one layer that are offloaded, without tensors that selective recompute does not keep."""
     options, model = performance_options(job), job.model
-    if not options.fine_grained_activation_offloading or model.transformer_impl != "transformer_engine":
+    modules, share = _offloading(job, layout)
+    if not modules or model.transformer_impl != "transformer_engine":
         return Offloaded()
     block, blocks = Attention(model, layout), BLOCKS[kind]
     sides = (
@@ -242,9 +243,17 @@ def offloaded(job: Job, layout: Layout, kind: LayerKind) -> Offloaded:
         attention=sum(tensor.kept for tensor in of_attention),
         mlp=sum(tensor.kept for tensor in of_mlp),
         moved=moved,
-        share=options.activation_offload_fraction,
+        share=share,
         in_forward=moved + away + scores,
     )
+
+
+def _offloading(job: Job, layout: Layout) -> tuple[tuple[str, ...], float]:
+    """Return the offloaded modules and their share: those of the layout, else those of the job's flags."""
+    options, chosen = performance_options(job), layout.recompute
+    if chosen.offload_modules or not options.fine_grained_activation_offloading:
+        return chosen.offload_modules, chosen.offload_share
+    return options.offload_modules, options.activation_offload_fraction
 
 
 def _stream(job: Job, block: Block) -> _Tensor:
@@ -253,7 +262,7 @@ def _stream(job: Job, block: Block) -> _Tensor:
 
 def _attention_tensors(job: Job, block: Attention) -> Iterator[_Tensor]:
     """Yield saved tensors up to the output projection (MC transformer/attention.py, multi_latent_attention.py)."""
-    model, modules, recomputed = job.model, performance_options(job).offload_modules, recompute_modules(block.layout)
+    model, (modules, _), recomputed = job.model, _offloading(job, block.layout), recompute_modules(block.layout)
     is_latent, output = model.latent_attention is not None, block.tokens * block.heads * block.value
     if is_latent and "attn_norm" in modules:
         yield _stream(job, block)
@@ -294,20 +303,20 @@ def _projection_tensors(job: Job, block: Block) -> Iterator[_Tensor]:
 def _expert_tensors(job: Job, layout: Layout) -> Iterator[_Tensor]:
     """Yield the tensors that grouped experts and the norm before them save (MC transformer/moe/experts.py)."""
     model, options, recomputed = job.model, performance_options(job), recompute_modules(layout)
-    block = Experts(model, layout)
-    if "mlp_norm" in options.offload_modules:
+    block, (modules, _) = Experts(model, layout), _offloading(job, layout)
+    if "mlp_norm" in modules:
         yield _stream(job, block)
     if "moe" in recomputed or not options.moe_grouped_gemm:
         return
     rows, kept = block.rows(job), block.kept(job)
-    if "fused_group_mlp" in options.offload_modules:
+    if "fused_group_mlp" in modules:
         # The manager is around the whole fused MLP, so all tensors that the MLP saves leave the device.
         for size in (kept.inputs, kept.outputs, kept.activation):
             yield _Tensor(size // model.dtype_bytes, size, size)
-    if "expert_fc1" in options.offload_modules:
+    if "expert_fc1" in modules:
         # If `expert_fc1` is offloaded, FP8 saves the input of the first matrix in 16 bits (`set_save_original_input`).
         yield _Tensor(rows * block.row_width, kept.inputs, rows * block.row_bytes)
-    if "moe_act" in options.offload_modules:
+    if "moe_act" in modules:
         width_bytes = rows * model.moe_ffn_hidden_size // layout.etp * model.dtype_bytes
         input_of_second = as_matrix_input(job, width_bytes)
         size = kept.outputs + (0 if "moe_act" in recomputed else kept.activation - input_of_second)

@@ -29,6 +29,7 @@ from pipette_launch.facts.layout import Floats, Ints, Layout
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.schedule import Schedule
 from pipette_launch.megatron.performance import performance_options
+from pipette_launch.text import rate_text
 
 _SLOTS_AT_ONCE = 1 << 18
 """Placements are priced in batches of at most this number of slots, so that each array takes some MB."""
@@ -288,6 +289,9 @@ class Predictor:
                 f"{flag_of('fine_grained_activation_offloading')} is not in the predicted step time, because its "
                 f"copies to the host were not measured: the step may be too short."
             )
+        if self._measurements.host_bytes_per_s and layout.recompute.offload_modules:
+            rate = rate_text(self._measurements.host_bytes_per_s)
+            assumed.append(f"Activations go to the host and come back at {rate} each way.")
         if self._job.optimizer == "soap":
             assumed.append("--optimizer soap is priced by its memory traffic alone, so the step is too short.")
         balanced = options.moe_router_force_load_balancing or options.moe_pad_expert_input_to_capacity

@@ -118,7 +118,8 @@ def _configuration(choice: Choice, plan: Plan) -> dict[str, object]:
     layout, recompute, setting = choice.layout, choice.layout.recompute, plan.setting
     # Layers of each pipeline rank, with + between its model chunks; empty if all chunks have equally many layers.
     layers = ["+".join(map(str, layout.layers_per_chunk[rank :: layout.pp])) for rank in range(layout.pp)]
-    again = " ".join(filter(None, (recompute.granularity, str(recompute.num_layers or ""), *recompute.modules)))
+    away = [f"offload {recompute.offload_share:.0%}", *recompute.offload_modules] if recompute.offload_modules else []
+    again = " ".join(filter(None, (recompute.granularity, str(recompute.num_layers or ""), *recompute.modules, *away)))
     return {
         "tensor parallel (tp)": layout.tp,
         "pipeline parallel (pp)": layout.pp,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal, TypeAlias, cast
 
 from pipette_launch.errors import FactError
@@ -239,6 +240,21 @@ class SparseAttention:
         return heads * size * latent_size + (heads + size) * hidden_size + 2 * size
 
 
+@lru_cache(maxsize=64)
+def _kinds(
+    pattern: str, linear: tuple[int, ...], experts: tuple[int, ...], sparse: SparseAttention | None
+) -> tuple[LayerKind, ...]:
+    """Return the kinds of layers, by the letters of a pattern, or if it is empty by the entries of each layer."""
+    mixers: tuple[BlockKind, ...] = ("sparse" if sparse else "attention", "delta")
+    pairs = () if pattern else zip(linear, experts, strict=True)
+    kinds = [LETTERS[letter] for letter in pattern] + [_KIND_OF[mixers[of], _FEED_FORWARDS[to]] for of, to in pairs]
+    if sparse is None:
+        # Before 0.19 sparse attention has no formula, and counts as latent attention.
+        return tuple("latent_layer" if kind == "sparse_layer" else kind for kind in kinds)
+    shared = ("sparse" in kind and sparse.source(number) < number for number, kind in enumerate(kinds, 1))
+    return tuple(cast("LayerKind", "shared_" * each + kind) for each, kind in zip(shared, kinds, strict=True))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
     """A decoder-only transformer. Field names are Megatron's. Sizes are sizes of the whole model, not of one rank."""
@@ -339,20 +355,8 @@ class ModelSpec:
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer of the model."""
-        if self.hybrid:
-            return self._placed([LETTERS[letter] for letter in self.hybrid.pattern])
-        nothing = (0,) * self.num_layers
-        mixers: tuple[BlockKind, ...] = ("sparse" if self.sparse_attention else "attention", "delta")
-        pairs = zip(self.linear_layers or nothing, self.moe_layer_freq or nothing, strict=True)
-        return self._placed([_KIND_OF[mixers[is_linear], _FEED_FORWARDS[experts]] for is_linear, experts in pairs])
-
-    def _placed(self, kinds: list[LayerKind]) -> tuple[LayerKind, ...]:
-        """Replace kinds of sparse attention without indexer, and without formula as latent attention."""
-        sparse = self.sparse_attention
-        if sparse is None:
-            return tuple("latent_layer" if kind == "sparse_layer" else kind for kind in kinds)
-        shared = ("sparse" in kind and sparse.source(number) < number for number, kind in enumerate(kinds, 1))
-        return tuple(cast("LayerKind", "shared_" * each + kind) for each, kind in zip(shared, kinds, strict=True))
+        nothing, pattern = (0,) * self.num_layers, self.hybrid.pattern if self.hybrid else ""
+        return _kinds(pattern, self.linear_layers or nothing, self.moe_layer_freq or nothing, self.sparse_attention)
 
     @property
     def prediction_kinds(self) -> tuple[LayerKind, ...]:
@@ -360,7 +364,7 @@ class ModelSpec:
         if not self.mtp_num_layers:
             return ()
         if self.hybrid:
-            return self._placed([LETTERS[letter] for letter in self.hybrid.mtp_pattern])
+            return _kinds(self.hybrid.mtp_pattern, (), (), self.sparse_attention)
         mixer, feed_forward = BLOCKS[self.layer_kinds[-1]]
         # Depths count their layers from 1, so they have indexers (core_v0.20, multi_token_prediction.py:1224).
         return (_KIND_OF["sparse" if self.sparse_attention else mixer, feed_forward],)

@@ -59,9 +59,8 @@ class Efficiency:
     narrow_shares: dict[str, float] = field(default_factory=dict)
     """Share of the peak that products in `fp8` or `fp4` reach, by format. Other formats reach `matmul_share`."""
     step_s: float = 0.0
-    """Seconds in each step in which the device waits for the host. The wait begins when Megatron reads the gradient
-    norm. Before the next step's first kernels, the host clips gradients, runs the optimizer's loops, logs, and loads
-    the batch."""
+    """Seconds in each step in which the device waits for the host: from Megatron's read of the gradient norm to the
+    next step's first kernels. The host clips gradients, runs the optimizer's loops, logs, and loads the batch."""
 
     def __post_init__(self) -> None:
         shares = {name: getattr(self, name) for name in ("matmul_share", "attention_share", "memory_share")}
@@ -226,8 +225,7 @@ NVLINK_400_HOPPER = (4.0, 160.0)
 HDR = (10.0, 24.0, 1)
 NDR = (10.0, 47.0, 1)
 XDR = (10.0, 94.0, 1)
-# Latency of EFA: in all-gathers of 256 MB on 8 to 64 nodes, each step of the ring takes 37 to 61 us in addition to the
-# transfer of the bytes.
+# Latency of EFA: in all-gathers of 256 MB on 8 to 64 nodes, a step of the ring takes 37 to 61 us more than its bytes.
 EFA = (45.0, 47.0, 1)
 _TO_CARD = "a card of {} Gbit/s for each device"
 _RACK = "18 trays of 4 devices in one NVLink domain, "

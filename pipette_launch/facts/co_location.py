@@ -175,8 +175,7 @@ def _block_in_a_domain(asked_by: str, group: int, domains: Domains) -> RankBlock
     sizes, kind = domains.domain_devices, "expert-parallel"
     if not sizes:
         return None
-    # A group that fits into a host stays inside a host. This rule costs no time, because links inside a host and inside
-    # a domain are equally fast.
+    # A group that fits into a host stays there, at no cost, because links inside a host and a domain are equally fast.
     if domains.devices_per_host % group == 0:
         return RankBlock(size=group, within="host", kind=kind, asked_by=asked_by)
     size = group if len(sizes) > 1 else min(group, *sizes)

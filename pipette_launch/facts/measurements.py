@@ -1,7 +1,6 @@
 """Measurements of the warm-up on all or some hosts: times, memory, links and device conditions."""
 
-# Array axes: H = hosts (row = sender, column = receiver), D = devices of one host, S = slots (all devices, host by
-# host).
+# Array axes: H = hosts (row = sender, column = receiver), D = devices of a host, S = slots (all devices, by host).
 
 from __future__ import annotations
 

@@ -216,8 +216,7 @@ def with_better_placement(inputs: SearchInputs, one: Candidate, *, seed: int, is
     """Search one round for a better placement; the result depends on the candidate and the seed alone."""
     problem, rng = placement_problem(inputs, one.layout, one.bound_s), _chance(one, seed)
     placed = improve(problem, one.placed, turn=one.rounds, rng=rng, is_late=is_late)
-    # Round 0 begins at the best start placement, which may be a local minimum. On few hosts, later rounds begin
-    # elsewhere.
+    # Round 0 begins at the best start placement, perhaps a local minimum. On few hosts, later rounds begin elsewhere.
     is_stalled = one.rounds > 0 and placed.cost_s >= one.placed.cost_s * (1 - GAIN)
     return replace(one, placed=placed, rounds=one.rounds + 1, is_stalled=is_stalled)
 

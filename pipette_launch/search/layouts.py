@@ -4,8 +4,7 @@ A base layout has degrees, layer split and micro-batch. The variants of a base l
 sequence parallelism, distributed optimizer and overlap.
 """
 
-# D = combinations (such as degrees), N = base layouts, M = variants, G, H = groups of base layouts with equal keys for
-# flags (G) or for recompute (H).
+# D = combinations (such as degrees), N = base layouts, M = variants, G = groups with equal flags, H = of equal depth.
 
 from __future__ import annotations
 

@@ -53,8 +53,7 @@ class Tiers:
 
     Hosts of a small rack beside a large rack count as slow too, because most hosts are far from the small rack."""
     group_LH: Ints
-    """Group of each host in each tier, finest tier first, numbered from 0 along `order_H`. Without rows (no tier), all
-    links are alike."""
+    """Group of each host in each tier, finest tier first, numbered from 0 along `order_H`. No rows = equal links."""
 
     @property
     def num_tiers(self) -> int:

@@ -41,13 +41,11 @@ class _Kind(NamedTuple):
     """Number of steps of one kind of collective, and the measurements that may correct its price."""
 
     rounds: int = 1
-    """Number of times that each member's chunk travels around the group (ring) or to every other member
-    (all-to-all)."""
+    """Number of times that each member's chunk travels around the ring, or to every other member (all-to-all)."""
     is_ring: bool = True
     """True if members send around a ring, which uses the links of all members on a host at the same time."""
     stand_ins: tuple[Collective, ...] = ()
-    """Kinds of collectives whose measurements are used if this kind was not measured, because they run the same ring
-    once or twice."""
+    """Kinds that run the same ring once or twice. Their measurements replace missing measurements of this kind."""
     gloo_runs: float = 1.0
     """Number of rings that gloo runs: 2 for reduce-scatter, which gloo runs as an all-reduce."""
     gloo_shift: int = 1

@@ -36,8 +36,7 @@ NANOSECOND_S = 1e-9
 NO_ACTION = -1
 _IN_C = compiled("cost.pipeline._longest_path")
 _ENDS_AT_ONCE = 1 << 21
-"""Pipelines are priced in batches of at most this number of actions (16 MB), but of at least `_FEWEST_AT_ONCE`
-pipelines."""
+"""Pipelines are priced in batches of at most this number of actions (16 MB), or of `_FEWEST_AT_ONCE` pipelines."""
 _FEWEST_AT_ONCE = 64
 
 
@@ -117,12 +116,10 @@ class Order:
     pp: int
     vpp: int
     group_size: int
-    """Number of micro-batches that a rank runs through one chunk before its next chunk; not used without
-    interleaving."""
+    """Micro-batches that a rank runs through one chunk before its next chunk; not used without interleaving."""
     num_microbatches: int
     rendezvous: bool = False
-    """True if a message starts when its receiver requests it, False if a message starts when its sender is ready
-    (`exchanges.meets_receivers`)."""
+    """True if a message starts when its receiver requests it, not when its sender is ready (`meets_receivers`)."""
     blocking_ends: bool = False
     """True if warm-up and cool-down wait for messages before the next pass (`exchanges.blocks_at_ends`)."""
 
@@ -433,8 +430,7 @@ class Engine:
         if not self._order.rendezvous:
             previous_A = self.graph.previous_A
             rank_A, stage_A, kind_A, _ = self.columns
-            # Stage that needs each action's result. No other stage needs the forward of the last stage or the backward
-            # of the first stage.
+            # Stage that needs each result. No stage needs the last stage's forward or the first stage's backward.
             step_A = np.where(kind_A == FORWARD, 1, -1)
             target_A = np.clip(stage_A + step_A, 0, self._order.num_stages - 1)
             stays_A = np.array(self._order.rank_S)[target_A] == rank_A
@@ -509,8 +505,7 @@ class SteadyEngine(Engine):
         """Return the ends of the stages' last backwards for several pipelines; arguments as in `Engine.drain_s_SR`."""
         shape = self._shape
         drained = np.empty((shape.num_stages, durations_R.shape[1]))
-        # A last group of micro-batches that is not full differs from the full groups, so every tried step length ends
-        # with a group of the same size.
+        # A last group that is not full differs from the full groups, so every tried step ends with an equal group.
         group, last_group = (shape.group_size, shape.num_microbatches % shape.group_size) if shape.vpp > 1 else (1, 0)
         # Least number of micro-batches with enough states of the pipeline to find a period.
         fewest = 4 * group + last_group if shape.vpp > 1 else 2 * shape.pp + 1
@@ -527,8 +522,7 @@ class SteadyEngine(Engine):
             done_R = rest_R == 0
             later_s_R = missing // np.maximum(turns_R, 1) * later_s_R
             drained[:, some[done_R]] = ended[:, done_R] + later_s_R[done_R]
-            # The number of micro-batches left out must be a multiple of the period. If no period was found, a longer
-            # step is tried.
+            # A multiple of the period must be left out. If no period was found, a longer step is tried.
             for rest in np.unique(rest_R[~done_R]).tolist():
                 longer = length + rest * start.turn if rest > 0 else 2 * length - last_group
                 todo.append((longer, some[rest_R == rest]))

@@ -114,8 +114,7 @@ class StepEnd:
         ready_VPN = drain_VPN - self.backward_s_VPN * (buckets_VPN - 1) / buckets_VPN
         chunks = [ready_VPN, self.reduce_s_VPN, drain_VPN + self.reduce_s_VPN / buckets_VPN]
         if (drain_VPN[:-1] >= drain_VPN[1:]).all():
-            # The last backwards of a rank's chunks end in reverse order. If two chunks end together, the later chunk is
-            # reduced first.
+            # The last backwards of a rank's chunks end in reverse order. At equal ends, the later chunk is first.
             chunks = [seconds_VPN[::-1] for seconds_VPN in chunks]
         else:
             order_VPN = len(drain_VPN) - 1 - np.argsort(drain_VPN[::-1], axis=0, kind="stable")

@@ -11,8 +11,7 @@ one of these two kinds:
               and so on (only without interleaving)
 """
 
-# Letters of array axes: U = pipelines, V = chunks of one pipeline rank (vpp), P = pipeline ranks, S = V * P stages in
-# model order.
+# Letters of array axes: U = pipelines, V = chunks of a rank (vpp), P = pipeline ranks, S = V * P stages in model order.
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class Drains(NamedTuple):
     any_UP: Floats
     """Lower bound of the end of the last backward of the rank's first chunk, the rank's last pass."""
     first_UP: Floats
-    """Lower bound of the end of the rank's last pass, from paths with every stage's first forward, to which waits can
-    be added."""
+    """As `any_UP`, but only from paths with every stage's first forward, to which waits can be added."""
     early_UP: Floats
     """Lower bound of the end of the last backward of the rank's last chunk, which ends before its other chunks."""
 

@@ -292,8 +292,7 @@ class Tables:
             members = group_sizes(one, instances=parameters.shard_copies(self.job))
             across: tuple[str, ...] = ("tp",) if groups_lie == "tensor across hosts" else ()
             if groups_lie == "experts across hosts":
-                # With etp above 1, either the etp ranks of one expert may span hosts, or the ep ranks with equal parts
-                # of experts.
+                # With etp above 1, the etp ranks of an expert or the ep ranks with equal parts of experts span hosts.
                 across = ("ep_etp", "ep") if one.etp == 1 else ("ep_etp",)
             for item in self._exchanges[one]:
                 sizes = item.size_bytes * (np.ones_like(samples) if item.is_sharding else samples)
@@ -531,8 +530,7 @@ def _group_slots(tables: Tables, groups: LayoutColumns, groups_lie: GroupsLie) -
         apart_T = np.gcd(groups.ep * groups.etp, tables.devices)
         expert_slots_T = expert_slots_T * np.where(parameters.experts_lie_in_stages(groups), apart_T, 1)
     elif groups_lie == "inside hosts":
-        # Each member of a data-parallel group is in a different tensor-parallel or expert group, and a host holds whole
-        # groups of this kind.
+        # Members of a data-parallel group are in different tensor-parallel or expert groups, and hosts hold whole ones.
         dense_slots_T = dense_slots_T * np.where(tables.tensor_fits_hosts(groups), groups.tp, 1)
         expert_slots_T = expert_slots_T * np.where(tables.experts_fit_hosts(groups), groups.ep * groups.etp, 1)
     return dense_slots_T, expert_slots_T

@@ -1,7 +1,6 @@
 """Work of a layout in one step, and the prices (seconds) of this work on given slots and links."""
 
-# Letters of array axes: S = stages (model chunks), P = pipeline ranks, D = data-parallel replicas, K = placements side
-# by side.
+# Letters of array axes: S = stages (model chunks), P = pipeline ranks, D = data-parallel replicas, K = placements.
 
 from __future__ import annotations
 

@@ -315,8 +315,7 @@ class _Rows:
         self, programs: tuple[Program, ...], rank_S: tuple[int, ...], duration_of: dict[Action, int], *, no_hop: int
     ) -> None:
         self.table: list[tuple[int, int, int, int]] = []
-        """Indices for each row: previous row, row whose result is needed, message that brings this result, and
-        duration."""
+        """Indices for each row: previous row, row whose result is needed, message with this result, and duration."""
         self.level: list[int] = []
         """Number of rows in the longest chain that must end before each row."""
         self.row_of: dict[Action | Message, int] = {}

@@ -50,8 +50,7 @@ class SchedulingProblem:
     limit_P: tuple[float, ...]
     """Most memory that each rank may keep, in the unit of `held_S`."""
     objective: Literal["makespan", "span"] = "makespan"
-    """Time to minimize: `makespan` = time of the whole step, `span` = longest time from a rank's first start to its
-    last end."""
+    """Time to minimize: `makespan` = whole step, `span` = longest time from a rank's first start to its last end."""
 
     def __post_init__(self) -> None:
         for rank, limit in enumerate(self.limit_P):
@@ -300,8 +299,7 @@ _FINALISTS = 6
 _KEPT = 3
 """Number of best drafts that `polish` tries to shorten."""
 _ACTIONS = 1_000_000
-"""Most actions that are simulated to choose a draft, so that choosing takes seconds. Polishing may simulate another
-quarter of this number."""
+"""Most actions that are simulated to choose a draft, which takes seconds. Polishing may simulate a quarter more."""
 _SAME = 1e-9
 
 Ran = tuple[float, float, Action]
@@ -581,8 +579,7 @@ def linear_blocks(pp: int, slopes: Slopes) -> tuple[Block, ...]:
             for rank in range(pp)
         )
         if all(len({slot % PERIOD for slot in slots}) == 4 for slots in block):
-            # Units of time for which the activations of a micro-batch are kept, on the rank that keeps activations
-            # longest.
+            # Units of time for which a micro-batch's activations are kept on the rank that keeps activations longest.
             life = max(slots[3] - slots[0] + slots[2] - slots[1] for slots in block)
             blocks.append((life, block))
     return tuple(block for _, block in sorted(blocks))

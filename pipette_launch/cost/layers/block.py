@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipette_launch.cost.layers.passes import Exchange, PassLoads
 from pipette_launch.facts.job import Job
@@ -36,6 +36,20 @@ def narrow_bits(job: Job) -> float:
     if job.model.transformer_impl != "transformer_engine":
         return 0
     return 4.5 if options.fp4 else 8 if options.fp8 else 0
+
+
+def narrow_layers(job: Job) -> tuple[bool, ...]:
+    """Return for each layer if it may use FP8 or FP4 (MC fp8_utils.py, is_first_last_bf16_layer)."""
+    options, count, start, end = performance_options(job), job.model.num_layers, 0, 0
+    if options.first_last_layers_bf16:
+        start, end = options.num_layers_at_start_in_bf16, options.num_layers_at_end_in_bf16
+    return tuple(start <= layer < count - end for layer in range(count))
+
+
+def in_bf16(job: Job) -> Job:
+    """Return the job without FP8 and FP4."""
+    formats = ("--fp8-format", "--fp4-format")
+    return replace(job, performance_flags=tuple(flag for flag in job.performance_flags if not flag.startswith(formats)))
 
 
 def as_matrix_input(job: Job, size_bytes: int) -> int:

@@ -16,7 +16,7 @@ from typing import NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.layers.block import FP32_BYTES, Parameters, narrow_bits
+from pipette_launch.cost.layers.block import FP32_BYTES, Parameters, narrow_bits, narrow_layers
 from pipette_launch.cost.layers.ends import depth_parameters
 from pipette_launch.cost.layers.kinds import blocks_of, kind_parameters
 from pipette_launch.facts.job import ADAM_OUTSIDE, OPTIMIZER_STATE_BYTES, SHARDS_GRADIENTS, Job
@@ -175,7 +175,9 @@ def narrow_weight_bytes(job: Job, layout: Layout) -> tuple[int, ...]:
     is_alone = bits == 8 and options.fp8_recipe in _ONE_SCALE and job.compute_capability in _ANY_LAYOUT
     extra = bits / 8 * (1 if is_alone else 2) - are_narrow * model.dtype_bytes
     each = {kind: sum(one.matrices() for one in blocks_of(model, layout, kind)) for kind in {*model.layer_kinds}}
-    chunks = [sum(each[kind] for kind in kinds) for kinds, _ in chunk_kinds(model, layout)]
+    sizes = [each[kind] * is_narrow for kind, is_narrow in zip(model.layer_kinds, narrow_layers(job), strict=True)]
+    ends = np.cumsum(layout.chunk_layers(model.num_layers))
+    chunks = np.diff(np.cumsum([0, *sizes])[[0, *ends]])
     return tuple(int(extra * sum(chunks[rank :: layout.pp])) for rank in range(layout.pp))
 
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pipette_launch.cost import Memo
 from pipette_launch.cost.layers import ends, kinds, parameters
 from pipette_launch.cost.layers.attention import Attention, is_flash
-from pipette_launch.cost.layers.block import recompute_modules
+from pipette_launch.cost.layers.block import in_bf16, narrow_layers, recompute_modules
 from pipette_launch.cost.layers.mlp import Experts
 from pipette_launch.facts.job import ITERATION, Job
 from pipette_launch.facts.layout import Field, Ints, Layout, LayoutColumns, codes_of
@@ -46,6 +46,8 @@ _ENDS_LOAD = (0, 15)
 """First Megatron release in which only the first and the last chunk load data. Before this release, all chunks of the
 first and of the last rank load data."""
 
+_WIDE = " in bf16"
+"""Ending of the names of kinds of layers, for layers that `--first-last-layers-bf16` keeps in bf16."""
 NO_MASK = "--no-create-attention-mask-in-dataloader"
 MATTERS = 0.01
 """Smallest share of a stage's peak for which a note names the attention mask."""
@@ -298,6 +300,8 @@ def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
     units = [kinds.kind_activations(job, layout, kind) for kind in own]
     away = [kinds.offloaded(job, layout, kind) for kind in own]
     kept: dict[str, int] = {kind: kinds.kept_bytes(job, layout, kind) for kind in own}
+    if not all(narrow_layers(job)):
+        kept |= {f"{kind}{_WIDE}": kinds.kept_bytes(in_bf16(job), layout, kind) for kind in own}
     whole = parameters.whole_beside_shards(job, layout, parameters.gradient_bytes_per_parameter(job))
     # Recompute of layers, or of the attention core alone, keeps all arguments for every live micro-batch, also the mask
     # (megatron-core, tensor_parallel/random.py, CheckpointFunction.forward).
@@ -445,8 +449,9 @@ def _chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tu
     again = np.where(is_uniform, layers, np.where(is_block, first, again))
     inputs = np.where(is_uniform, -(-layers // np.maximum(size, 1)), np.where(is_block, first, 0))
     size_C = inputs * layer["stream"][rows]
-    kind_of_layer = np.array(job.model.layer_kinds)
-    for kind in set(job.model.layer_kinds):
+    pairs = zip(job.model.layer_kinds, narrow_layers(job), strict=True)
+    kind_of_layer = np.array([kind if is_narrow else f"{kind}{_WIDE}" for kind, is_narrow in pairs])
+    for kind in set(kind_of_layer.tolist()):
         ahead = np.concatenate(([0], np.cumsum(kind_of_layer == kind, dtype=np.int64)))
         size_C += (ahead[before + layers] - ahead[before + again]) * layer[kind][rows]
     size_C[starts + counts - 1 - layouts.chunks_after_mtp] += layer["prediction"]

@@ -467,6 +467,17 @@ def test_two_bytes_for_each_parameter_of_the_layers() -> None:
     assert narrow_weight_bytes(fp8, Layout(pp=2, vpp=2)) == (4 * MATRICES, 4 * MATRICES)
 
 
+def test_first_and_last_layers_stay_in_bf16() -> None:
+    """The first layer and the last two of four keep bf16 inputs, and have no FP8 copies."""
+    flags = ("--fp8-format hybrid", "--fp8-recipe tensorwise", "--first-last-layers-bf16")
+    mixed, layout = fp8_job(*flags, "--num-layers-at-end-in-bf16 2"), Layout(pp=2)
+    narrow, wide = (kept_by_chunk(each, layout)[0] // 2 for each in (fp8_job(flags[0]), fp8_job()))
+
+    assert narrow < wide
+    assert narrow_weight_bytes(mixed, layout) == (2 * MATRICES, 0)
+    assert kept_by_chunk(mixed, layout) == (narrow + wide, 2 * wide)
+
+
 def test_experts_are_copied_and_the_router_is_not() -> None:
     """Two dense layers and two with experts, of which a rank has two."""
     moe = {"num_experts": 4, "moe_layer_freq": (0, 1, 0, 1), "moe_ffn_hidden_size": 128, "add_bias_linear": False}

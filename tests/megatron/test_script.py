@@ -256,6 +256,22 @@ def test_a_played_script_gets_a_layout_and_neither_data_nor_checkpoint() -> None
     ).split() == list(found)
 
 
+def test_a_played_script_has_the_mixers_of_the_small_job() -> None:
+    """Megatron reads the list of layers with gated delta networks as Python."""
+    words = (
+        "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+        "--micro-batch-size 1 --global-batch-size 8 --tokenizer-type NullTokenizer --vocab-size 128 --train-iters 5 "
+        "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --lr 1e-3"
+    ).split()
+    job = read_job(words, world_size=1, megatron_version="0.19.0", device_kind="cuda")
+    small = replace(job, model=replace(job.model, num_layers=2, linear_layers=(1, 0)))
+
+    found = played_arguments(words, job=small, layout=Layout(), mocks_data=True, single_layers=True)
+
+    assert "[1,0]" == found[found.index("--linear-attention-freq") + 1]
+    assert "gated_delta_net" == found[found.index("--experimental-attention-variant") + 1]
+
+
 @pytest.mark.parametrize("captures", [False, True])
 def test_a_played_script_captures_graphs_after_its_first_step_or_never(captures: bool) -> None:
     """Graphs of layers stay if the play captures them; a graph of the optimizer goes."""

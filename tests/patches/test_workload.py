@@ -121,6 +121,11 @@ def test_a_hybrid_model_has_one_layer_of_each_letter(found: dict[str, Any]) -> N
     assert ["*E", [0, 1]] == found["hybrid of each"]
 
 
+def test_a_model_has_one_layer_of_each_mixer(found: dict[str, Any]) -> None:
+    """The layer with attention comes last, because it decides the layers of multi-token prediction."""
+    assert [1, 0] == found["mixers of each"]
+
+
 def test_latent_attention_is_built_of_megatrons_own_layers(found: dict[str, Any]) -> None:
     """Values narrower than keys: the local core's output is attention, as wide as they are; it does not chain."""
     shape, far, chains, has_gradient = found["fine-grained"]["core"]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from facts_for_tests import fine_grained_model, tiny_job, tiny_model
 
-from pipette_launch.facts import ComputeCase, Job, Layout
+from pipette_launch.facts import ComputeCase, GatedDelta, Job, Layout
 from pipette_launch.facts.model import HybridLayers
 from pipette_patches.one_rank import Trainer, train_from_flags
 from pipette_patches.workload import Part, Workload, WorkloadError, load, one_of_each, optimizer_step, workload
@@ -231,6 +231,14 @@ def hybrid_of_each() -> list[Any]:
     return [small.model.hybrid.pattern, list(small.model.moe_layer_freq)]
 
 
+def mixers_of_each() -> list[int]:
+    """Return the layers with gated delta networks of a measured model that has such a network in three of four."""
+    net = GatedDelta(**dict.fromkeys(GatedDelta.__slots__, 8))
+    model = tiny_model(linear_attention=net, linear_layers=(1, 1, 1, 0))
+    small, _, _ = one_of_each(replace(JOB, model=model), CASE, device_kind="cpu")
+    return list(small.model.linear_layers)
+
+
 def bert(job: Job, layout: Layout) -> Callable[[], None]:
     """Return a program that trains Megatron's encoder."""
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
@@ -392,6 +400,7 @@ def main() -> None:
     found["without its engine"] = without_its_engine()
     found["splits sequence"] = splits_sequence()
     found["hybrid of each"] = hybrid_of_each()
+    found["mixers of each"] = mixers_of_each()
     found["encoder"] = encoder()
     # Last, as it changes what torch compiles.
     found["compiler"] = compiler()

@@ -8,7 +8,7 @@ import pytest
 from facts_for_tests import LATENT, tiny_job, tiny_model
 from megatron_lines import job
 
-from pipette_launch.facts import Batch, HybridLayers, Layout, Recompute, SparseAttention
+from pipette_launch.facts import Batch, GatedDelta, HybridLayers, Layout, Recompute, SparseAttention
 from pipette_launch.megatron.rules.broken import Rules
 from pipette_launch.megatron.rules.degrees import pipeline_faults, tensor_faults
 from pipette_launch.megatron.rules.judge import broken_rule
@@ -82,6 +82,31 @@ HYBRID = HybridLayers(pattern="M*M-", mamba_state_dim=16, mamba_head_dim=8, mamb
 def test_hybrid_models_have_rules_of_their_own(version: str, layout: Layout, fault: str | None) -> None:
     """TP must divide Mamba groups, CP heads and groups; each release restricts stages and recompute."""
     model = tiny_model(hybrid=HYBRID, transformer_impl="transformer_engine", params_dtype="bf16")
+    job = tiny_job(1, model=model, megatron_version=version, batch=Batch(global_batch_size=8))
+
+    found = broken_rule(Rules.of(job, device_kind="cuda"), layout)
+
+    assert found is None if fault is None else found is not None and fault in found.reason
+
+
+@pytest.mark.parametrize(
+    ("pattern", "version", "layout", "fault"),
+    [
+        ("", "0.18.0", Layout(tp=2, cp=2), None),
+        ("", "0.18.0", Layout(cp=8), "cp does not divide linear_num_key_heads=4/tp"),
+        ("", "0.17.1", Layout(cp=2), "gated delta networks need cp = 1 before 0.18"),
+        ("G-*-", "0.18.0", Layout(tp=4, cp=2), "cp does not divide linear_num_key_heads=4/tp"),
+        ("G-*-", "0.18.0", Layout(tp=4), None),
+    ],
+)
+def test_gated_delta_networks_split_their_key_heads(
+    pattern: str, version: str, layout: Layout, fault: str | None
+) -> None:
+    """Without Mamba layers, tp may exceed the default number of Mamba's groups."""
+    sizes = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    net = GatedDelta(**sizes, linear_num_key_heads=4, linear_num_value_heads=8)
+    kinds = {"hybrid": replace(HYBRID, pattern=pattern)} if pattern else {"linear_layers": (1, 1, 1, 0)}
+    model = tiny_model(linear_attention=net, transformer_impl="transformer_engine", params_dtype="bf16", **kinds)
     job = tiny_job(1, model=model, megatron_version=version, batch=Batch(global_batch_size=8))
 
     found = broken_rule(Rules.of(job, device_kind="cuda"), layout)

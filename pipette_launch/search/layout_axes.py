@@ -18,6 +18,7 @@ from pipette_launch.facts.layout import NO_RECOMPUTE, MemoryOptions
 from pipette_launch.megatron.chunks import Split
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.megatron.rules.broken import Rules
+from pipette_launch.megatron.rules.flags import RECOMPUTED_SINCE
 
 SLACK = 1e-9
 _HALVINGS = 40
@@ -297,8 +298,8 @@ def module_sets(job: Job) -> Iterator[Recompute]:
     chosen = [*cheap_modules(job), *(["shared_experts"] if model.moe_shared_expert_intermediate_size else [])]
     for count in range(1, len(chosen) + 1):
         yield Recompute(granularity="selective", modules=tuple(chosen[:count]))
-    light = [module for module in chosen if module in ("layernorm", "core_attn", "mla_up_proj")]
-    if {"layer", "mlp_layer"} & {*model.layer_kinds} and not model.add_bias_linear:
+    light = [module for module in chosen if module in ("layernorm", "core_attn", "mla_up_proj", "gdn_norm_out")]
+    if model.has_dense_mlps and not model.add_bias_linear:
         light.append("mlp")
         yield Recompute(granularity="selective", modules=tuple(light))
     if model.num_experts:
@@ -319,3 +320,5 @@ def cheap_modules(job: Job) -> Iterator[str]:
         yield "moe_act"
     if has_engine and model.latent_attention:
         yield "mla_up_proj"
+    if model.linear_layers and job.release >= RECOMPUTED_SINCE["gdn_norm_out"]:
+        yield "gdn_norm_out"

@@ -17,7 +17,7 @@ from search.legal import cuts, variants
 
 from pipette_launch.cost.memory.peak import MemoryColumns, peak_memory_bytes, peak_memory_columns
 from pipette_launch.cost.step.predictor import Predictor
-from pipette_launch.facts import Batch, HybridLayers, Job, Layout
+from pipette_launch.facts import Batch, GatedDelta, HybridLayers, Job, Layout
 from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.model import LatentAttention
 from pipette_launch.search import layouts as enumeration
@@ -290,3 +290,13 @@ def test_modules_grow_from_cheap_to_dear(changes: dict[str, object], expected: l
     job = tiny_job(4, model=tiny_model(**changes), performance_flags=("--moe-grouped-gemm",))
 
     assert expected == [recompute.modules for recompute in module_sets(job)]
+
+
+@pytest.mark.parametrize(("version", "is_cheap"), [("0.18.0", False), ("0.19.0", True)])
+def test_the_norm_of_gated_delta_networks_is_cheap(version: str, is_cheap: bool) -> None:
+    """The norm and its gate have no matrix, and 0.19 is the first release that runs them again."""
+    net = GatedDelta(**dict.fromkeys(GatedDelta.__slots__, 8))
+    fields = {"linear_attention": net, "linear_layers": (1, 1, 1, 0), "transformer_impl": "transformer_engine"}
+    job = tiny_job(4, model=tiny_model(**fields), megatron_version=version)
+
+    assert [("gdn_norm_out",)] * is_cheap == [recompute.modules for recompute in module_sets(job)]

@@ -20,21 +20,10 @@ from pipette_launch.facts.messages import Decision, NodeRecord, TrialReport
 from pipette_launch.facts.plan import Shortage, in_order_of, lower
 from pipette_launch.launch import cache
 from pipette_launch.launch.cache import CLUSTER, PLAN, Cache, ShortageFile
-from pipette_launch.launch.hosts import (
-    Policy,
-    Ruling,
-    apart,
-    hosts_of,
-    in_order,
-    joined,
-    measured,
-    notes_of,
-    small_holders,
-    unique_names,
-)
+from pipette_launch.launch.hosts import Policy, Ruling, apart, hosts_of, in_order, joined, notes_of, unique_names
 from pipette_launch.launch.options import Options, Script
 from pipette_launch.launch.plan_reports import PlanDocuments, page_of, page_path, trace_of, trace_path
-from pipette_launch.launch.trials import TrialCoordinator, check_before, failed, needs_check, passed
+from pipette_launch.launch.trials import TrialCoordinator, failed, needs_check, passed
 from pipette_launch.planning import replan
 from pipette_launch.planning.plan_key import plan_key
 from pipette_launch.planning.replan import UseFallback
@@ -46,6 +35,8 @@ logger = logging.getLogger(__name__)
 CPU_PATCHES = ("cpu_backend",)
 """Patches that stock Megatron needs to train without a GPU."""
 MADE_AHEAD = "the plan that was made ahead"
+MEASURED = ("slow-device", "slow-host", "slow-link")
+"""Kinds of verdicts that only a warm-up can give. The drivers' reports give all other verdicts at each start."""
 
 
 class Planner:
@@ -89,12 +80,13 @@ class Planner:
     def read_keyed(self, hosts: Sequence[Host], *, batch: int | None = None) -> Job:
         """Read the job for these hosts as `read_job` does, and set `cache` to the folder of the job's plan."""
         job = self.read_job(len(hosts) * len(hosts[0].devices), hosts[0].devices[0].kind, batch=batch)
-        settings = [*self._options.plan_settings]
-        num_fallbacks = min(self._options.tolerate, len(hosts) - self._least_nodes)
+        options = self._options
+        settings = [options.margin, options.memory_margin, *options.schedules]
+        num_fallbacks = min(options.tolerate, len(hosts) - self._least_nodes)
         if num_fallbacks > 0:
             settings += ["templates", num_fallbacks]
-        self.cache = Cache(self._options.cache, plan_key(hosts, job, self.versions, settings, environ=self._environ))
-        file = ShortageFile(self._options.cache, hosts[0], job, self.versions)
+        self.cache = Cache(options.cache, plan_key(hosts, job, self.versions, settings, environ=self._environ))
+        file = ShortageFile(options.cache, hosts[0], job, self.versions)
         self._shortage_path, self.shortage = file.path, lower(self.shortage, file.load())
         return job
 
@@ -439,8 +431,10 @@ class Coordinator:
         self._driver_verdicts = verdicts = tuple(self._judge(hosts, [*self._conditions.values()]))
         ruling = self._rule(verdicts, hosts)
         self._told_before_warmup = ruling.reasons
-        notes = notes_of(records, bare.hosts)
-        bare = replace(bare, reason=joined(reason, *notes, *small_holders(verdicts), *ruling.reasons))
+        # The training may need the little memory that other processes hold on healthy devices.
+        small = [one.words() for one in verdicts if one.kind == "busy" and not one.is_sick]
+        reason = joined(reason, *notes_of(records, bare.hosts), *small, *ruling.reasons)
+        bare = replace(bare, reason=reason)
         if ruling.stops:
             return replace(bare, phase="stop", failed=True)
         smaller, rest = apart(bare, hosts, ruling)
@@ -462,7 +456,8 @@ class Coordinator:
         job = planner.read_with_spares(hosts, options.spares)
         known = None if self._measures_anew else planner.cache.measurements()
         verdicts = known.verdicts if known else ()
-        ruling = self._rule(measured(verdicts), hosts, for_spares=verdicts if known else self._driver_verdicts)
+        lasting = [one for one in verdicts if one.kind in MEASURED]
+        ruling = self._rule(lasting, hosts, for_spares=verdicts if known else self._driver_verdicts)
         if not (ruling.stops or ruling.on_standby or self._measures_anew):
             cached, trouble = planner.from_cache(job, hosts)
             bare = replace(bare, reason=joined(bare.reason, trouble))
@@ -516,10 +511,7 @@ class Coordinator:
     def _rule(
         self, verdicts: Sequence[Verdict], hosts: Sequence[Host], *, for_spares: Sequence[Verdict] | None = None
     ) -> Ruling:
-        """Apply the health policy.
-
-        `for_spares` are the verdicts by which spares are chosen, or None to choose no spares.
-        """
+        """Apply the health policy. `for_spares` are the verdicts by which spares are chosen; None for no spares."""
         names = [host.name for host in hosts]
 
         def why_not(some: tuple[str, ...]) -> str:
@@ -599,7 +591,13 @@ class Coordinator:
         """Return the decision to train in the checked order of devices, or in the default order if the check failed."""
         planner = self.planner
         # A passed check adds no reason to the decision, because even --pipette-quiet prints every reason.
-        plan, why = failed(ended, report.failure) if report.failure else (passed(ended), "")
+        plan, choice, why = ended.plan, ended.choice, ""
+        assert plan is not None
+        assert choice is not None
+        if report.failure:
+            plan, why = failed(plan, choice, report.failure)
+        else:
+            plan = passed(plan, choice)
         self._keep_batch(ended)
         job = planner.read_job(sum(bare.num_slots), plan.device_kind)
         known = planner.measurements
@@ -630,8 +628,9 @@ class Coordinator:
             patches=self.planner.patches,
         )
         # The check comes before trials, because trials with a device order that the check rejects would be useless.
-        if needs_check(following) and not self._options.dry_run:
-            return check_before(following)
+        if choice and needs_check(plan, choice) and not self._options.dry_run:
+            place = plan.contenders().index(choice)
+            return replace(following, phase="trial", checks_order=True, trial=place + 1, iterations=1)
         if attempt == 0 and is_tried and (following := self._trials.open(following, job)).phase == "trial":
             return following
         self._script.leave_record(plan, following.choice)

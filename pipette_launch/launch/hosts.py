@@ -156,10 +156,6 @@ def joined(*sentences: str) -> str:
     return "; ".join(filter(None, sentences))
 
 
-MEASURED = ("slow-device", "slow-host", "slow-link")
-"""Kinds of verdicts that only a warm-up can give. The drivers' reports give all other verdicts at each start."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ruling:
     """Decision of the health policy: hosts that run no workers, and the reasons."""
@@ -243,16 +239,6 @@ class Policy:
             does = "stands by as a spare" if len(spares) == 1 else "stand by as spares"
             reasons.append(f"{', '.join(spares)} {does}, because of --pipette-spares")
         return replace(ruling, spares=spares, reasons=tuple(reasons))
-
-
-def measured(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
-    """Return the verdicts that only a warm-up can give."""
-    return tuple(verdict for verdict in verdicts if verdict.kind in MEASURED)
-
-
-def small_holders(verdicts: Sequence[Verdict]) -> tuple[str, ...]:
-    """Describe processes that hold a little memory of a healthy device, because the training may need this memory."""
-    return tuple(verdict.words() for verdict in verdicts if verdict.kind == "busy" and not verdict.is_sick)
 
 
 def hosts_to_leave(sick: Sequence[Verdict], hosts: Sequence[str]) -> tuple[str, ...]:

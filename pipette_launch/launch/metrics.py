@@ -279,12 +279,15 @@ class Spans:
         self._provider: Any = None
         self._span: Any = None
 
-    def begin(self, phase: str, about: Mapping[str, str | int | float]) -> None:
-        """End the last span, and begin the span of `phase` with the attributes `about`."""
+    def begin(self, decision: Decision) -> None:
+        """End the last span, and begin the span of a decision's phase."""
         self._end_span()
         if self._is_wanted and (self._provider is not None or self._connect()):
-            attributes = {f"pipette.{name}": value for name, value in about.items()}
-            self._span = self._provider.get_tracer("pipette_launch").start_span(phase, attributes=attributes)
+            attributes: dict[str, str | int | float] = {"pipette.nodes": len(decision.hosts)}
+            runs = decision.choice or (decision.plan.own if decision.plan else None)
+            if runs is not None:
+                attributes |= {"pipette.layout": runs.layout.words(), "pipette.predicted_step_s": runs.step_time_s}
+            self._span = self._provider.get_tracer("pipette_launch").start_span(decision.key, attributes=attributes)
 
     def end(self) -> None:
         """End the last span, and send all remaining spans."""
@@ -310,13 +313,6 @@ class Spans:
         self._provider = sdk.TracerProvider(resource=resource)
         self._provider.add_span_processor(export.BatchSpanProcessor(exporter))
         return True
-
-
-def phase_attributes(decision: Decision) -> dict[str, str | int | float]:
-    """Return the attributes of a phase's span."""
-    about: dict[str, str | int | float] = {"nodes": len(decision.hosts)}
-    runs = decision.choice or (decision.plan.own if decision.plan else None)
-    return about if runs is None else about | {"layout": runs.layout.words(), "predicted_step_s": runs.step_time_s}
 
 
 MOST_STEPS = 40

@@ -24,7 +24,7 @@ from pipette_launch.launch import commands
 from pipette_launch.launch.cache import CLUSTER, OUTCOME, Cache
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.hosts import described
-from pipette_launch.launch.metrics import MetricsFile, Spans, phase_attributes
+from pipette_launch.launch.metrics import MetricsFile, Spans
 from pipette_launch.launch.options import Options
 from pipette_launch.launch.plan_reports import add_outcome, existing_page
 from pipette_launch.launch.terminal import Terminal, parts_words
@@ -162,7 +162,7 @@ class NodeController(Controller):
         self._metrics.decided(decision, self._coordinator.planner.cache if speaks else self._cache, decides=speaks)
         if not speaks:
             return
-        self._spans.begin(decision.key, phase_attributes(decision))
+        self._spans.begin(decision)
         try:
             self._terminal.tell(decision, self._coordinator.planner.measurements, self._cache)
             if decision.phase == "trial":

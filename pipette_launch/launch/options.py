@@ -93,11 +93,6 @@ class Options:
             raise OptionError("watch_limit", f"must be at least 0 and finite (0.02 is 2 %), got {self.watch_limit:g}")
 
     @property
-    def plan_settings(self) -> tuple[float | str, ...]:
-        """Settings that a plan depends on, in addition to the job and its machines."""
-        return (self.margin, self.memory_margin, *self.schedules)
-
-    @property
     def only_looks(self) -> bool:
         """True if the job measures the machines or shows the plan, and trains nothing."""
         return self.dry_run or self.probe_to is not None

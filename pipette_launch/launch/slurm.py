@@ -187,10 +187,7 @@ def parse(nodes: str) -> tuple[str, ...]:
         raise UsageError(f"{nodes!r} is not a list of nodes that SLURM writes; give --nnodes and --rdzv-endpoint")
 
     def choices(part: str) -> list[str]:
-        """Expand the bracket `[1-3,07]` of a list of nodes to 1, 2, 3, 07.
-
-        Each number has as many digits as the first number of its range.
-        """
+        """Expand `[01-3,7]` to 01, 02, 03, 7: each number has at least the digits of the first number in its range."""
         if not part.startswith("["):
             return [part]
         ranges = [one.partition("-") for one in part[1:-1].split(",")]

@@ -25,52 +25,31 @@ SEE = "see NVIDIA/nccl#1906"
 # -- the check of a device order, because with permuted devices NCCL may return wrong slices without an error ----------
 
 
-def needs_check(training: Decision) -> bool:
-    """Return true if the decision's candidate permutes GPUs inside hosts and was not checked on these hosts."""
-    plan, choice = training.plan, training.choice
-    if plan is None or choice is None or plan.device_kind != "cuda" or choice.is_order_checked:
-        return False
-    return not is_in_device_order(choice.placement, plan.devices_per_host)
+def needs_check(plan: Plan, choice: Choice) -> bool:
+    """Return true if a candidate permutes GPUs inside hosts and was not checked on these hosts."""
+    is_suspect = plan.device_kind == "cuda" and not choice.is_order_checked
+    return is_suspect and not is_in_device_order(choice.placement, plan.devices_per_host)
 
 
-def check_before(training: Decision) -> Decision:
-    """Return the decision to check a candidate's order, on the nodes and devices of the training."""
-    assert training.plan is not None
-    assert training.choice is not None
-    place = training.plan.contenders().index(training.choice)
-    return replace(training, phase="trial", checks_order=True, trial=place + 1, iterations=1)
-
-
-def order_words(decision: Decision) -> str:
+def order_words(plan: Plan, choice: Choice) -> str:
     """Describe the order in which ranks take the devices of a host."""
-    plan, choice = decision.plan, decision.choice
-    assert plan is not None
-    assert choice is not None
     order_D = shared_order(choice.placement, plan.devices_per_host)
     return f"the device order {','.join(map(str, order_D))}" if order_D else "device orders that differ between hosts"
 
 
-def check_words(decision: Decision) -> str:
-    """Describe the check of a device order on one line."""
-    return f"checking NCCL with {order_words(decision)}: rank-coded all-gather and reduce-scatter"
-
-
-def passed(ended: Decision) -> Plan:
+def passed(plan: Plan, choice: Choice) -> Plan:
     """Mark the checked candidate in its plan.
 
     The passed check becomes the plan's first reason, because screens cut later reasons.
     """
-    plan, choice = ended.plan, ended.choice
-    assert plan is not None
-    assert choice is not None
     chosen, *alternatives = (
         replace(one, is_order_checked=True) if one == choice else one for one in (plan.chosen, *plan.alternatives)
     )
-    reasons = (f"NCCL was checked with {order_words(ended)}: {CHECKED}.", *plan.reasons)
+    reasons = (f"NCCL was checked with {order_words(plan, choice)}: {CHECKED}.", *plan.reasons)
     return replace(plan, chosen=chosen, alternatives=tuple(alternatives), reasons=reasons)
 
 
-def failed(ended: Decision, failure: Failure) -> tuple[Plan, str]:
+def failed(plan: Plan, choice: Choice, failure: Failure) -> tuple[Plan, str]:
     """Put all candidates of a plan and of its fallback plans into the default device order; return plan and reason."""
 
     def in_order(plan: Plan) -> Plan:
@@ -80,9 +59,7 @@ def failed(ended: Decision, failure: Failure) -> tuple[Plan, str]:
         )
         return replace(plan, chosen=chosen, alternatives=tuple(alternatives))
 
-    plan = ended.plan
-    assert plan is not None
-    why = f"devices stay in order inside hosts: with {order_words(ended)} {failure.cause} ({SEE})"
+    why = f"devices stay in order inside hosts: with {order_words(plan, choice)} {failure.cause} ({SEE})"
     reasons = (f"{why[0].upper()}{why[1:]}.", *plan.reasons)
     return replace(in_order(plan), templates=tuple(map(in_order, plan.templates)), reasons=reasons), why
 
@@ -103,11 +80,12 @@ def trial_words(decision: Decision, *, asked: int) -> str:
 
 
 def _trial_name(decision: Decision, asked: int) -> str:
-    if decision.checks_order:
-        return check_words(decision)
-    assert decision.plan is not None
-    what = decision.choice.layout.words() if decision.choice else "your own configuration"
-    return f"trial {decision.trial + 1} of {min(asked, len(decision.plan.contenders())) + 1}: {what}"
+    plan, choice = decision.plan, decision.choice
+    assert plan is not None
+    if decision.checks_order and choice is not None:
+        return f"checking NCCL with {order_words(plan, choice)}: rank-coded all-gather and reduce-scatter"
+    what = choice.layout.words() if choice else "your own configuration"
+    return f"trial {decision.trial + 1} of {min(asked, len(plan.contenders())) + 1}: {what}"
 
 
 def trial_line(run: Trial) -> str:

@@ -15,7 +15,7 @@ if "pipette_launch" in sys.orig_argv:
     from dataclasses import replace
     from pipette_launch.launch import coordinator
     needs_check = coordinator.needs_check
-    coordinator.needs_check = lambda one: needs_check(replace(one, plan=replace(one.plan, device_kind="cuda")))
+    coordinator.needs_check = lambda plan, choice: needs_check(replace(plan, device_kind="cuda"), choice)
 if "pipette_launch.probe.order_check" in sys.orig_argv and os.environ.get("WRONG") == os.environ["RANK"]:
     sys.stderr.write("all_gather of 8 MiB returned 16 instead of 0 at element 0\\n")
     os._exit(1)

@@ -96,6 +96,16 @@ def test_a_node_that_was_measured_to_be_slow_is_planned_without(tmp_path: Path) 
     assert ("warmup", ()) == (warned.phase, warned.standby)
 
 
+def test_the_drivers_are_asked_anew(tmp_path: Path) -> None:
+    """A start remembers only verdicts that a warm-up alone can give."""
+    one = judging(tmp_path)
+    made = measured(one, one.decide(records(3), None), SICK)
+    again = judging(tmp_path).decide(records(3), None)
+
+    assert ("train", ("node2",)) == (made.phase, made.standby_hosts)
+    assert ("warmup", ()) == (again.phase, again.standby)
+
+
 def test_sick_nodes_end_the_job_if_they_are_to(tmp_path: Path) -> None:
     """Both before and after the warm-up, with any value of --pipette-on-error."""
     before = judging(tmp_path, SICK, on_sick="fail").decide(records(3), None)

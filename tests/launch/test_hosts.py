@@ -16,7 +16,7 @@ from pipette_launch.errors import ClusterError
 from pipette_launch.facts import Host
 from pipette_launch.facts.health import Verdict
 from pipette_launch.launch.cache import machines_of
-from pipette_launch.launch.hosts import Policy, Ruling, hosts_of, hosts_to_leave, measured, unique_names
+from pipette_launch.launch.hosts import Policy, Ruling, hosts_of, hosts_to_leave, unique_names
 
 GIB = 1 << 30
 
@@ -203,10 +203,3 @@ def test_no_slow_link_is_left(slow: set[tuple[str, str]], sick: set[str]) -> Non
     assert sick <= {*out}
     assert all({*ends} & {*out} for ends in slow)
     assert len(out) == len({*out}) <= len(sick) + len({frozenset(ends) for ends in slow})
-
-
-def test_what_a_driver_says_is_asked_anew() -> None:
-    """Only what takes a warm-up to find is remembered."""
-    slow = verdict("node1", kind="slow-device")
-
-    assert (slow,) == measured([verdict("node1"), slow])

@@ -282,14 +282,16 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 def test_each_phase_has_a_span(recorder: Recorder) -> None:
     """Each span ends where the next begins. The last one ends with the job, which then sends the rest."""
     spans = Spans(ENDPOINT)
-    spans.begin("warmup", {"nodes": 2})
-    spans.begin("train", {"nodes": 2, "layout": "tp2"})
+    spans.begin(replace(TRAINING, phase="warmup", plan=None))
+    spans.begin(TRAINING)
     spans.end()
 
+    about = {"nodes": 2, "layout": RATED.chosen.layout.words(), "predicted_step_s": RATED.chosen.step_time_s}
+    attributes = {f"pipette.{name}": value for name, value in about.items()}
     assert [
         "warmup {'pipette.nodes': 2}",
         "end of warmup",
-        "train {'pipette.nodes': 2, 'pipette.layout': 'tp2'}",
+        f"train {attributes}",
         "end of train",
         "flush",
     ] == recorder.seen
@@ -298,7 +300,7 @@ def test_each_phase_has_a_span(recorder: Recorder) -> None:
 def test_without_an_endpoint_nothing_happens(recorder: Recorder) -> None:
     """It makes no difference if it is installed."""
     spans = Spans({})
-    spans.begin("train", {})
+    spans.begin(TRAINING)
     spans.end()
 
     assert [] == recorder.seen
@@ -308,8 +310,8 @@ def test_what_is_missing_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: p
     """With what to install; the job goes on."""
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     spans = Spans(ENDPOINT)
-    spans.begin("warmup", {})
-    spans.begin("train", {})
+    spans.begin(TRAINING)
+    spans.begin(TRAINING)
     spans.end()
 
     assert 1 == len(caplog.records)

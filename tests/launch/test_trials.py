@@ -23,13 +23,13 @@ from pipette_launch.facts.plan import Trial, Trials, refit
 from pipette_launch.launch import commands
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.trials import (
-    check_words,
     failed,
     needs_check,
     noise_s,
     outruns,
     settle,
     trial_line,
+    trial_words,
     tried,
     winner,
 )
@@ -83,7 +83,7 @@ def test_an_order_is_checked_on_the_devices_that_will_train(tmp_path: Path) -> N
     order = shared_order(check.choice.placement, 4)
     assert order is not None
     assert order != (0, 1, 2, 3)
-    assert f"checking NCCL with the device order {','.join(map(str, order))}: " in check_words(check)
+    assert f"checking NCCL with the device order {','.join(map(str, order))}: " in trial_words(check, asked=0)
     assert ("train", False, 0, 0) == (training.phase, training.checks_order, training.trial, training.iterations)
     assert training.choice is not None
     assert training.choice.is_order_checked
@@ -160,7 +160,7 @@ def test_what_is_checked(placement: tuple[int, ...], kind: str, is_needed: bool)
     """Only orders of GPUs inside hosts."""
     made = replace(gpu_plan(placement), device_kind=kind)
 
-    assert is_needed == needs_check(training_of(made))
+    assert is_needed == needs_check(made, made.chosen)
 
 
 def test_other_hosts_are_checked_again() -> None:
@@ -180,7 +180,7 @@ def test_templates_go_back_too() -> None:
     half = Layout(tp=2, dp=2, etp=2, sequence_parallel=True)
     template = replace(plan(half, hosts=("node0",)), device_kind="cuda", chosen=choice(half, (0, 2, 1, 3)))
     made = gpu_plan((0, 2, 1, 3, 4, 6, 5, 7), templates=(template,))
-    back, _ = failed(training_of(made), FAILED.failure or Failure(cause=""))
+    back, _ = failed(made, made.chosen, FAILED.failure or Failure(cause=""))
 
     assert (0, 1, 2, 3) == back.templates[0].chosen.placement
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 from facts_for_tests import tiny_cluster, tiny_measurements
 
@@ -84,7 +86,7 @@ def plan(cluster: Cluster, chosen: Choice, own: Choice, *alternatives: Choice, *
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def changed(width: int) -> str:
+def changed() -> str:
     """Four hosts of two, another layout and another placement than the user's."""
     cluster = tiny_cluster(4, 2)
     speeds = tuple(
@@ -134,7 +136,7 @@ def changed(width: int) -> str:
         choice(Layout(tp=2, dp=4, micro_batch_size=2), 0.0634),
         choice(Layout(tp=2, pp=4, dp=1, micro_batch_size=2), 0.0641),
     )
-    return shown(replace(made, trials=trials(made)), measurements, width=width, new_arguments=NEW)
+    return shown(replace(made, trials=trials(made)), measurements, new_arguments=NEW)
 
 
 def trials(made: Plan) -> Trials:
@@ -159,7 +161,7 @@ def trials(made: Plan) -> Trials:
     return Trials(asked=2, iterations=3, runs=tuple(runs))
 
 
-def kept(width: int) -> str:
+def kept() -> str:
     """One host, the user's own configuration, from the cache."""
     cluster = tiny_cluster(1, 2)
     own = choice(Layout(pp=2), 1.5)
@@ -173,10 +175,10 @@ def kept(width: int) -> str:
         dropped={},
         provenance=Provenance(key="8f14e45fceea167a", made_at="2026-11-21T09:30:00Z", versions={}, source="cached"),
     )
-    return shown(made, None, width=width, new_arguments=None, saved_to=None)
+    return shown(made, None, new_arguments=None, saved_to=None)
 
 
-def large(width: int) -> str:
+def large() -> str:
     """Sixty-four hosts of eight, sixteen stages, the hosts in reverse."""
     cluster = tiny_cluster(64, 8, memory_bytes=80 << 30)
     layout = Layout(tp=8, etp=8, pp=16, dp=4, vpp=2, sequence_parallel=True, use_distributed_optimizer=True)
@@ -188,10 +190,10 @@ def large(width: int) -> str:
         choice(layout, 1.9, placement=placement, peak_memory_bytes=peaks, memory_limit_bytes=73 << 30),
         own,
     )
-    return shown(made, tiny_measurements(cluster), width=width, new_arguments=NEW)
+    return shown(made, tiny_measurements(cluster), new_arguments=NEW)
 
 
-def planned(width: int, *, is_whole: bool = True) -> str:
+def planned(*, is_whole: bool = True) -> str:
     """Sixteen imagined hosts, another layout than the user's, more reasons than fit, and flags to paste."""
     cluster = tiny_cluster(16, 8, memory_bytes=80 << 30)
     setting = Setting(
@@ -216,10 +218,10 @@ def planned(width: int, *, is_whole: bool = True) -> str:
         dropped={f"reason number {number}": 10 - number for number in range(7)},
         provenance=Provenance(key="8f14e45fceea167a", made_at="2026-11-21T09:30:00Z", versions={}, source="imagined"),
     )
-    return plan_file_screen(made, title="pipette plan", saved_to=SAVED_TO, is_whole=is_whole, width=width, colour=False)
+    return plan_file_screen(made, title="pipette plan", saved_to=SAVED_TO, is_whole=is_whole)
 
 
-def spared(width: int) -> str:
+def spared() -> str:
     """A mixture of experts on eight hosts, two of which stand by; plans for the loss of one to four, pins, a batch."""
     cluster = tiny_cluster(6, 8, memory_bytes=80 << 30)
     layout = Layout(tp=4, pp=2, dp=6, ep=2, etp=4, sequence_parallel=True, use_distributed_optimizer=True)
@@ -248,18 +250,18 @@ def spared(width: int) -> str:
         ),
     )
     flags = [word for number in range(14) for word in (f"--flag-number-{number}", str(number))]
-    return shown(made, tiny_measurements(cluster), width=width, new_arguments=(*NEW, *flags))
+    return shown(made, tiny_measurements(cluster), new_arguments=(*NEW, *flags))
 
 
-def small(width: int) -> str:
+def small() -> str:
     """Three processes on one host's CPUs; the user's own configuration stays."""
     cluster = tiny_cluster(1, 3)
     own = choice(Layout(dp=3), 0.05, rate=RATE)
     made = plan(cluster, own, own, choice(Layout(pp=3), 0.052), notes=("3 slots share the 2 cores of node0.",))
-    return shown(made, tiny_measurements(cluster), width=width, new_arguments=None)
+    return shown(made, tiny_measurements(cluster), new_arguments=None)
 
 
-def compared(width: int) -> str:
+def compared() -> str:
     """Four planners: one whose choice does not fit, and one that has none."""
     fat = choice(
         Layout(tp=2, pp=4, dp=16), 29.0, peak_memory_bytes=(9 << 30,) * 4, rate=replace(RATE.times(28.3 / 29), mfu=None)
@@ -276,20 +278,18 @@ def compared(width: int) -> str:
         for name, one, gap, moved, faults, remarks in made
     )
     comparison = Comparison(entries=entries, notes=("Nothing was measured.", "Not modelled: one thing."))
-    return comparison_screen(comparison, width=width, colour=False)
+    return comparison_screen(comparison)
 
 
 def shown(
     made: Plan,
     measurements: Measurements | None,
     *,
-    width: int,
     new_arguments: tuple[str, ...] | None,
     saved_to: Path | None = SAVED_TO,
     unsaved: str = "",
-    colour: bool = False,
 ) -> str:
-    """The screen of a plan, without colour."""
+    """The screen of a plan."""
     return plan_screen(
         made,
         measurements,
@@ -297,8 +297,6 @@ def shown(
         new_arguments=new_arguments,
         saved_to=saved_to,
         unsaved=unsaved,
-        width=width,
-        colour=colour,
     )
 
 
@@ -347,22 +345,22 @@ def prediction(**changes: object) -> Prediction:
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def foretold(width: int) -> str:
+def foretold() -> str:
     """A configuration that fits."""
-    return prediction_screen(prediction(), width=width, colour=False)
+    return prediction_screen(prediction())
 
 
-def too_large(width: int) -> str:
+def too_large() -> str:
     """Thirty-two stages, the ninth of which is too large."""
     stages = tuple(stage_memory(rank, 85 - abs(rank - 9)) for rank in range(32))
     layout = Layout(tp=8, etp=8, pp=32, vpp=3, dp=4, sequence_parallel=True)
     made = prediction(
         stages=stages, layout=layout, schedule="interleaved-1f1b", fits=False, verdict="too large", world_size=1024
     )
-    return prediction_screen(made, width=width, colour=False)
+    return prediction_screen(made)
 
 
-def memory_only(width: int) -> str:
+def memory_only() -> str:
     """One stage, and nothing known of the machines."""
     made = prediction(
         stages=(stage_memory(2, 50),),
@@ -378,10 +376,10 @@ def memory_only(width: int) -> str:
         num_microbatches=1,
         notes=("No step time: nothing is known of the machines; name a device with --gpu or --cluster.",),
     )
-    return prediction_screen(made, width=width, colour=False)
+    return prediction_screen(made)
 
 
-def measured(width: int) -> str:
+def measured() -> str:
     """Three hosts of two with one slow link and one slow slot, and what was timed on them."""
     cluster = tiny_cluster(3, 2)
     rates = tuple(
@@ -406,12 +404,12 @@ def measured(width: int) -> str:
         phase_s={"start": 4.1, "compute": 6.0, "links": 3.2},
         notes=("links: 1 of 6 scatter by more than 10%, most of all node0:0 -> node2:0 (12.5 MB/s +- 30%)",),
     )
-    return measured_screen(found, title="pipette report", saved_to=Path("cluster.json"), width=width, colour=False)
+    return measured_screen(found, title="pipette report", saved_to=Path("cluster.json"))
 
 
-def planned_now(width: int) -> str:
+def planned_now() -> str:
     """The same as `pipette plan` shows it."""
-    return planned(width, is_whole=False)
+    return planned(is_whole=False)
 
 
 SCREENS = {
@@ -429,3 +427,14 @@ SCREENS = {
     "memory-only": memory_only,
 }
 """Golden files lie in `tests/data/screens`, as NAME-WIDTH.txt."""
+
+
+def at_width(width: int) -> AbstractContextManager[object]:
+    """Draw all screens of the block with this width."""
+    return patch.multiple("pipette_launch.report.screen", LEAST_WIDTH=width, MOST_WIDTH=width)
+
+
+def drawn(name: str, width: int) -> str:
+    """A screen of `SCREENS` at this width."""
+    with at_width(width):
+        return SCREENS[name]()

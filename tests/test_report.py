@@ -10,7 +10,7 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from screens import NEW, OLD, SCREENS, choice, plan, shown
+from screens import NEW, OLD, SCREENS, at_width, choice, drawn, plan, shown
 
 from pipette_launch.facts import Layout, Samples
 from pipette_launch.facts.outcome import Outcome, PeakReading
@@ -32,22 +32,23 @@ def test_golden_screens(name: str, width: int) -> None:
     """The screens look as they did when someone last looked at them."""
     expected = (GOLDEN / f"{name}-{width}.txt").read_text()
 
-    assert expected == SCREENS[name](width), f"if this is meant, run: {REGENERATE}"
+    assert expected == drawn(name, width), f"if this is meant, run: {REGENERATE}"
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(60, 120), st.sampled_from(sorted(SCREENS)))
 def test_no_line_is_wider_than_the_terminal(width: int, name: str) -> None:
     """Nothing wraps by itself."""
-    assert max(len(line) for line in SCREENS[name](width).splitlines()) <= width
+    assert max(len(line) for line in drawn(name, width).splitlines()) <= width
 
 
-def test_colour_is_all_that_a_terminal_adds() -> None:
+def test_colour_is_all_that_a_terminal_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a terminal there is not one escape code."""
     cluster = tiny_cluster(1, 2)
     made = plan(cluster, choice(Layout(dp=2), 1.0), choice(Layout(pp=2), 2.0))
-    plain = shown(made, tiny_measurements(cluster), width=80, new_arguments=NEW)
-    coloured = shown(made, tiny_measurements(cluster), width=80, new_arguments=NEW, colour=True)
+    plain = shown(made, tiny_measurements(cluster), new_arguments=NEW)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    coloured = shown(made, tiny_measurements(cluster), new_arguments=NEW)
 
     assert "\x1b" not in plain
     assert "\x1b" in coloured
@@ -65,14 +66,14 @@ def test_a_terminal_without_unicode_gets_ascii(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(sys, "stderr", Plain())
 
-    assert SCREENS["changed"](80).isascii()
+    assert drawn("changed", 80).isascii()
 
 
 def test_an_own_layout_that_does_not_fit_is_shown_as_such() -> None:
     """It stands last, marked, beside what was chosen in its place."""
     cluster = tiny_cluster(1, 2)
     own = choice(Layout(dp=2), 1.0, peak_memory_bytes=(9 << 30,))
-    text = shown(plan(cluster, choice(Layout(pp=2), 2.0), own), None, width=80, new_arguments=None)
+    text = shown(plan(cluster, choice(Layout(pp=2), 2.0), own), None, new_arguments=None)
 
     assert "yours, too large  tp1 pp1 dp2 mbs1" in text
 
@@ -82,14 +83,14 @@ def test_an_own_layout_that_megatron_refuses_has_no_step_time() -> None:
     made = plan(tiny_cluster(1, 2), choice(Layout(pp=2), 2.0), choice(Layout(dp=2), 1.0))
     refused = replace(made, own_fault="its batch does not divide")
 
-    assert "yours" in shown(made, None, width=80, new_arguments=None)
-    assert "yours" not in shown(refused, None, width=80, new_arguments=None)
+    assert "yours" in shown(made, None, new_arguments=None)
+    assert "yours" not in shown(refused, None, new_arguments=None)
 
 
 def test_a_plan_that_could_not_be_kept_has_no_path() -> None:
     """The reason and what to do stand where the path would."""
     made = plan(tiny_cluster(1, 2), choice(Layout(dp=2), 1.0), choice(Layout(pp=2), 2.0))
-    text = shown(made, None, width=80, new_arguments=None, saved_to=None, unsaved="/x cannot be written: do this")
+    text = shown(made, None, new_arguments=None, saved_to=None, unsaved="/x cannot be written: do this")
 
     assert "Plan file  not kept: /x cannot be written: do this\n" in text
 
@@ -100,14 +101,14 @@ def test_a_stage_over_the_limit_says_so() -> None:
     chosen = choice(Layout(dp=2), 1.0, peak_memory_bytes=(9 << 30,))
 
     assert "9.00 GiB of 7.00 GiB, too much" in shown(
-        plan(cluster, chosen, choice(Layout(pp=2), 2.0)), None, width=80, new_arguments=None
+        plan(cluster, chosen, choice(Layout(pp=2), 2.0)), None, new_arguments=None
     )
 
 
 def test_a_file_of_an_earlier_release_shows_what_it_has() -> None:
     """Without figures of the whole device it shows those of the model's tensors, and says so."""
     old = replace(choice(Layout(dp=2), 1.0), memory=None)
-    screen = shown(plan(tiny_cluster(1, 2), old, old), None, width=80, new_arguments=None)
+    screen = shown(plan(tiny_cluster(1, 2), old, old), None, new_arguments=None)
 
     assert "6.00 GiB of 7.00 GiB" in screen
     assert "the model's tensors alone: this file of an earlier release has no" in screen
@@ -188,7 +189,7 @@ def test_the_outcome_fits_a_line_of_a_terminal() -> None:
 
 def test_flags_to_paste_stay_whole() -> None:
     """A shell takes what the screen shows: a flag a line, joined by backslashes, not one of them broken."""
-    shown = SCREENS["planned"](80).partition("Append to the script's flags:\n")[2].partition("And delete")[0]
+    shown = drawn("planned", 80).partition("Append to the script's flags:\n")[2].partition("And delete")[0]
 
     assert [line.removesuffix(" \\").strip().partition(" ")[0] for line in shown.splitlines()] == [
         "--tensor-model-parallel-size",
@@ -220,7 +221,7 @@ def test_a_schedule_that_megatron_lacks_is_said_beside_the_flags() -> None:
     )
     made = plan(cluster, replace(choice(Layout(pp=2), 1.0), schedule="zb-h1", order=order), own, setting=setting)
 
-    text = plan_file_screen(made, title="pipette plan", saved_to=None, width=80, colour=False)
+    text = plan_file_screen(made, title="pipette plan", saved_to=None)
 
     assert text.endswith(
         "Flags alone run 1f1b. pipette-launch runs zb-h1:\n"
@@ -230,9 +231,9 @@ def test_a_schedule_that_megatron_lacks_is_said_beside_the_flags() -> None:
 
 if __name__ == "__main__":
     GOLDEN.mkdir(parents=True, exist_ok=True)
-    for screen, draw in SCREENS.items():
+    for screen in SCREENS:
         for columns in WIDTHS:
-            (GOLDEN / f"{screen}-{columns}.txt").write_text(draw(columns))
+            (GOLDEN / f"{screen}-{columns}.txt").write_text(drawn(screen, columns))
 
 
 def test_plans_for_fewer_nodes_stand_in_a_table() -> None:
@@ -244,9 +245,10 @@ def test_plans_for_fewer_nodes_stand_in_a_table() -> None:
         for count, layout, step_s in ((3, Layout(tp=2, dp=3), 0.65), (2, Layout(pp=2, dp=2), 1.0))
     ]
     made = replace(whole, templates=tuple(smaller))
-    lines = [" ".join(line.split()) for line in shown(made, None, width=100, new_arguments=None).splitlines()]
+    with at_width(100):
+        lines = [" ".join(line.split()) for line in shown(made, None, new_arguments=None).splitlines()]
     at = lines.index("On a loss 4 nodes 500 ms tp2 pp1 dp4 mbs1")
 
     assert "3 nodes 650 ms +30% tp2 pp1 dp3 mbs1 keeps TP and PP" == lines[at + 1]
     assert "2 nodes 1.00 s +100% tp1 pp2 dp2 mbs1 reshards the checkpoint" == lines[at + 2]
-    assert "On a loss" not in shown(whole, None, width=80, new_arguments=None)
+    assert "On a loss" not in shown(whole, None, new_arguments=None)

@@ -69,14 +69,14 @@ def live_line(job: LiveJob) -> str:
     return ", ".join(parts)
 
 
-def live_screen(job: LiveJob, steps_s: Sequence[float], *, width: int | None = None, colour: bool | None = None) -> str:
+def live_screen(job: LiveJob, steps_s: Sequence[float]) -> str:
     """Show a job on at most 24 lines of 80 columns; `steps_s` has the observed step times, the newest last."""
     sections: list[tuple[str, list[Line]]] = []
     for row in live_rows(job, steps_s):
         if row.name:
             sections.append((row.name, []))
         sections[-1][1].append(text(row.words, row.style))
-    return screen("pipette watch", sections, width=width, colour=colour, has_gaps=False)
+    return screen("pipette watch", sections, has_gaps=False)
 
 
 def sparkline(values: Sequence[float]) -> str:

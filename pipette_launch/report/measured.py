@@ -45,7 +45,7 @@ def health(verdicts: Sequence[Verdict], *, where: str = "cluster.json", most: in
         yield text(f"… and {len(rest)} more {plural('finding', len(rest))}{of_them}, in {where}", "dim")
 
 
-def checkup_screen(checkup: Checkup, *, width: int | None = None, colour: bool | None = None) -> str:
+def checkup_screen(checkup: Checkup) -> str:
     """Draw the findings of `pipette doctor`. Findings that would stop a job come first."""
     sections: list[Section] = [
         (heading, [bullet(one.words()) for one in checkup.findings if one.severity == severity])
@@ -53,18 +53,11 @@ def checkup_screen(checkup: Checkup, *, width: int | None = None, colour: bool |
     ]
     answer = "nothing here would stop a job" if checkup.is_fit else "a job would stop here"
     sections.append(("Answer", [f"{checkup.host}: {answer}", text(UNSEEN, "dim")]))
-    return screen("pipette doctor", sections, width=width, colour=colour)
+    return screen("pipette doctor", sections)
 
 
-def measured_screen(
-    measurements: Measurements,
-    *,
-    title: str,
-    saved_to: Path | None,
-    width: int | None = None,
-    colour: bool | None = None,
-) -> str:
-    """Draw the screen of a warm-up's measurements; `saved_to` is None if no file has the measurements."""
+def measured_screen(measurements: Measurements, *, title: str, saved_to: Path) -> str:
+    """Draw the screen of a warm-up's measurements."""
     cluster = measurements.cluster
     versions = ", ".join(f"{name} {version}" for name, version in sorted(measurements.versions.items()))
     took = " · ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in measurements.phase_s.items() if seconds)
@@ -78,9 +71,9 @@ def measured_screen(
         ("Memory", _memory(measurements)),
         ("Took", [took] if took else []),
         ("Notes", map(bullet, measurements.notes)),
-        ("File", [] if saved_to is None else [text(str(saved_to), overflow="fold")]),
+        ("File", [text(str(saved_to), overflow="fold")]),
     )
-    return screen(title, sections, width=width, colour=colour)
+    return screen(title, sections)
 
 
 def what_the_plan_rests_on(plan: Plan, measurements: Measurements | None) -> Iterator[Line]:

@@ -61,8 +61,6 @@ def plan_screen(
     drawn_to: Path | None = None,
     unsaved: str = "",
     is_whole: bool = False,
-    width: int | None = None,
-    colour: bool | None = None,
 ) -> str:
     """Draw the launcher's screen of a plan: measurements, choice, reasons, and changes of the script's flags.
 
@@ -74,7 +72,7 @@ def plan_screen(
         unsaved: reason why no file was written, with a remedy; empty if no file was requested.
 
     """
-    wide = columns(width, sys.stderr)
+    wide = columns(sys.stderr)
     where = _where(saved_to, drawn_to, otherwise="--pipette-verbose shows them")
     verdicts = () if measurements is None else measurements.verdicts
 
@@ -88,26 +86,19 @@ def plan_screen(
             ("Notes", _notes(plan, where, most)),
             ("Plan file", _files(saved_to, drawn_to, unsaved)),
         )
-        return screen("pipette-launch", sections, width=wide, colour=colour, has_gaps=has_gaps, stream=sys.stderr)
+        return screen("pipette-launch", sections, has_gaps=has_gaps, stream=sys.stderr)
 
     return _fitted(draw, is_whole=is_whole)
 
 
 def plan_file_screen(
-    plan: Plan,
-    *,
-    title: str,
-    saved_to: Path | None,
-    drawn_to: Path | None = None,
-    is_whole: bool = True,
-    width: int | None = None,
-    colour: bool | None = None,
+    plan: Plan, *, title: str, saved_to: Path | None, drawn_to: Path | None = None, is_whole: bool = True
 ) -> str:
     """Draw the screen of a plan file: job, machines, choice, reasons, and flags to paste.
 
     `saved_to` is None if the plan has no file. `drawn_to` is None if the plan has no HTML report.
     """
-    setting, wide = plan.setting, columns(width, sys.stdout)
+    setting, wide = plan.setting, columns(sys.stdout)
     where = _where(saved_to, drawn_to, otherwise="-v shows them, --out FILE keeps them")
 
     def draw(most: int, has_gaps: bool) -> str:
@@ -122,7 +113,7 @@ def plan_file_screen(
             ("Notes", _notes(plan, where, most, counts_dropped=not is_whole)),
             ("Plan file", _files(saved_to, drawn_to)),
         )
-        drawn = screen(title, sections, width=wide, colour=colour, has_gaps=has_gaps)
+        drawn = screen(title, sections, has_gaps=has_gaps)
         if setting is None:
             return drawn
         pasted = paste_text(setting.arguments, setting.new_arguments, width=0 if is_whole else wide)

@@ -36,19 +36,18 @@ METHODS = {
 STYLES = {"fits": "bold green", "tight": "bold yellow", "too large": "bold red", "unknown": "bold"}
 
 
-def prediction_screen(prediction: Prediction, *, width: int | None = None, colour: bool | None = None) -> str:
+def prediction_screen(prediction: Prediction) -> str:
     """Draw the screen of a prediction: verdict on memory, memory by stage and kind, and step time."""
-    wide = columns(width, sys.stdout)
     sections: tuple[Section, ...] = (
         ("Job", _job(prediction)),
         ("Machines", [_machines(prediction)]),
         ("Verdict", [_verdict(prediction)]),
         ("Memory", _memory(prediction)),
-        ("Split", [_split(prediction, wide)]),
+        ("Split", [_split(prediction, columns(sys.stdout))]),
         ("Step time", _step(prediction)),
         ("Notes", note_lines(prediction.notes, what="the step's time")),
     )
-    return screen("pipette predict", sections, width=wide, colour=colour)
+    return screen("pipette predict", sections)
 
 
 def _job(prediction: Prediction) -> Iterator[Line]:
@@ -131,7 +130,7 @@ MOST_PARTS = 5
 """Number of parts of a step with a separate column, so that the table fits on a terminal."""
 
 
-def comparison_screen(comparison: Comparison, *, width: int | None = None, colour: bool | None = None) -> str:
+def comparison_screen(comparison: Comparison) -> str:
     """Draw several plans on one screen. Every later plan is compared with the first plan."""
     entries = list(enumerate(comparison.entries, 1))
     rates = [(number, one.choice.layout.world_size, one.choice.rate) for number, one in entries if one.choice]
@@ -144,7 +143,7 @@ def comparison_screen(comparison: Comparison, *, width: int | None = None, colou
         ("Remarks", (bullet(f"{number}: {remark}") for number, one in entries for remark in one.remarks)),
         ("Notes", note_lines(comparison.notes, what="the steps' time")),
     )
-    return screen("pipette compare", sections, width=width, colour=colour)
+    return screen("pipette compare", sections)
 
 
 def _plans(comparison: Comparison) -> Iterator[Line]:

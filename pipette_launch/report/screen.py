@@ -84,31 +84,16 @@ def stages_shown(peaks: Sequence[int], most: int = MOST_STAGES) -> list[int]:
     return list(range(len(peaks))) if last < most else sorted({0, list(peaks).index(max(peaks)), last})
 
 
-def columns(width: int | None, target: TextIO) -> int:
-    """Return the width of a screen: `width`, else the terminal's width, else 80."""
-    if width is not None:
-        return width
+def columns(target: TextIO) -> int:
+    """Return the width of a screen: the terminal's width within limits, or 80 without a terminal."""
     found = shutil.get_terminal_size((80, 24)).columns if target.isatty() else 80
     return min(max(found, LEAST_WIDTH), MOST_WIDTH)
 
 
-def screen(
-    title: str,
-    sections: Iterable[Section],
-    *,
-    width: int | None,
-    colour: bool | None,
-    has_gaps: bool = True,
-    stream: TextIO | None = None,
-) -> str:
+def screen(title: str, sections: Iterable[Section], *, has_gaps: bool = True, stream: TextIO | None = None) -> str:
     """Draw sections in a frame, with their headings on the left, and return the text.
 
-    Args:
-        width: columns of the screen; None for the terminal's width, or 80 without a terminal.
-        colour: whether to use colours; None for colours on a terminal only.
-        has_gaps: whether empty lines separate the sections.
-        stream: stream that will show the screen; None for stdout.
-
+    `has_gaps` separates sections by empty lines, and `stream` will show the screen (None for stdout).
     """
     from rich.console import Console
     from rich.rule import Rule
@@ -123,12 +108,11 @@ def screen(
                 rows.add_row("", "")
             rows.add_row(text("" if index else heading, "bold"), text(line) if isinstance(line, str) else line)
     target, buffer = stream or sys.stdout, io.StringIO()
-    is_coloured = target.isatty() if colour is None else colour
     console = Console(
         file=buffer,
-        width=columns(width, target),
-        force_terminal=is_coloured,
-        color_system="standard" if is_coloured else None,
+        width=columns(target),
+        force_terminal=target.isatty(),
+        color_system="standard" if target.isatty() else None,
         highlight=False,
         legacy_windows=False,
     )

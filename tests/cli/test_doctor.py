@@ -273,7 +273,7 @@ def test_folders_are_tried_and_left_as_they_were(tmp_path: Path, monkeypatch: py
 def test_the_screen_says_what_was_not_looked_at() -> None:
     """The screen has three kinds of findings, the answer, and the checks that one machine cannot make."""
     findings = tuple(Finding(severity=one, what=one, value="1 B", advice="do it") for one in ("stops", "slows", "fine"))
-    screen = checkup_screen(Checkup(host="n1", taken_at="now", findings=findings), width=80, colour=False)
+    screen = checkup_screen(Checkup(host="n1", taken_at="now", findings=findings))
 
     assert ["Stops", "Slows", "Fine", "Answer"] == [
         line.split()[0] for line in screen.splitlines() if line[:1].isupper()

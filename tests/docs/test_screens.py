@@ -41,8 +41,6 @@ def start(job: str) -> str:
         arguments=chosen.setting.arguments,
         new_arguments=chosen.setting.new_arguments,
         saved_to=None,
-        width=80,
-        colour=False,
     )
 
 
@@ -53,7 +51,7 @@ def outcome(job: str) -> str:
 
 def watched(job: str) -> str:
     """Draw the screen of `pipette watch`."""
-    return live_screen(files.read(JOBS / job / "live-job.json", LiveJob), STEPS_S, width=80, colour=False)
+    return live_screen(files.read(JOBS / job / "live-job.json", LiveJob), STEPS_S)
 
 
 def loss() -> str:

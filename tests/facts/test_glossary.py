@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
-from collections.abc import Callable
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,23 +58,12 @@ def heads(screen: str) -> set[str]:
     return found | set(above.values())
 
 
-def in_colour(draw: Callable[..., str]) -> Callable[..., str]:
-    """Draw a screen in colour."""
-    return lambda *what, **how: draw(*what, **{**how, "colour": True})
-
-
-@pytest.fixture
-def coloured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw all golden screens in colour."""
-    for name in ("prediction_screen", "comparison_screen", "plan_screen", "plan_file_screen"):
-        monkeypatch.setattr(screens, name, in_colour(getattr(screens, name)))
-
-
-@pytest.mark.usefixtures("coloured")
 @pytest.mark.parametrize("width", [80, 120])
-def test_every_head_of_a_column_is_explained(width: int) -> None:
+def test_every_head_of_a_column_is_explained(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """The screens of plan, predict and compare have short heads at 80 columns and full heads at 120."""
-    drawn = {name: heads(screens.SCREENS[name](width)) for name in screens.SCREENS if name != "measured"}
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    drawn = {name: heads(screens.drawn(name, width)) for name in screens.SCREENS if name != "measured"}
 
     assert {"ratio", "gap", "layout", "tensor parallel", "other"} <= drawn["compared"]
     assert {"GiB", "layers", "peak", "overhd" if width == 80 else "overhead"} <= drawn["foretold"]
@@ -83,7 +72,7 @@ def test_every_head_of_a_column_is_explained(width: int) -> None:
 
 def test_words_beside_the_bars_are_explained() -> None:
     """The bars of step times are labelled `chosen` and `yours`."""
-    beside = set(re.findall(r"█[█░]*  ([a-z]+) ", screens.SCREENS["planned"](120)))
+    beside = set(re.findall(r"█[█░]*  ([a-z]+) ", screens.drawn("planned", 120)))
 
     assert {"chosen", "yours"} == beside
     assert beside <= set(MEANINGS)
@@ -94,7 +83,7 @@ def test_every_line_of_watch_and_doctor_is_explained() -> None:
     job = LiveJob(read_s=9.0, written_s=8.0, phase="training", layout="tp1", iteration=3, step_s=0.5, tokens_per_s=9.0)
     lines = {row.name for row in live_rows(replace(job, memory_need_bytes=8), [0.5]) if row.name}
     findings = tuple(Finding(severity=one, what=one, value="1 B") for one in SEVERITIES)
-    screen = checkup_screen(Checkup(host="n1", taken_at="now", findings=findings), width=80, colour=False)
+    screen = checkup_screen(Checkup(host="n1", taken_at="now", findings=findings))
     lines |= set(re.findall(r"^[A-Z]\w+", screen, re.MULTILINE))
 
     assert {"Phase", "Failures", "Data", "Stops", "Answer"} <= lines

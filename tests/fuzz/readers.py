@@ -127,7 +127,7 @@ DOCUMENTS: dict[str, tuple[Any, Callable[[Any], object]]] = {
         lambda made: (made.log_step_error, made.log_memory_error),
     ),
     "shortage": (SHORTAGE, lambda made: (made.sentence, made.margin(0.08), made.leaner(PLAN))),
-    "live-job": (LIVE, lambda made: (live_screen(made, (0.5, 0.6), width=80), live_line(made))),
+    "live-job": (LIVE, lambda made: (live_screen(made, (0.5, 0.6)), live_line(made))),
     "explained": (Explained(keys=(Explanation(key="gap", what="w", unit="", how="h", source="s", value=""),)), str),
     "fabric": (FABRIC, lambda made: machines_of(world_size=32, num_hosts=4, gpu="h100-sxm", fabric=made)),
     "device": (DEVICE, lambda made: machines_of(world_size=32, num_hosts=4, gpu=made)),

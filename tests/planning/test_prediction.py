@@ -417,7 +417,7 @@ def test_the_mask_is_named_in_the_verdict_where_the_job_would_fit_without(
     found = predict(
         (*MISTRAL, *degrees, *words.split()), world_size=64, gpu=gpu, megatron_version="0.16.1", memory_margin=0.05
     )
-    screen = " ".join(prediction_screen(found, width=200).split())
+    screen = " ".join(prediction_screen(found).split())
 
     assert verdict == found.verdict
     assert (("--no-create-attention-mask-in-dataloader",) if is_remedy else ()) == found.remedies

@@ -102,7 +102,7 @@ def test_the_screen_fits_24_lines_of_80_columns(phase: str) -> None:
         warmup_phase_s={f"phase{index}": 10.0 for index in range(6)},
         measured_memory_bytes=30 << 30,
     )
-    lines = live_screen(full, [0.5] * 40, width=80, colour=False).splitlines()
+    lines = live_screen(full, [0.5] * 40).splitlines()
 
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80

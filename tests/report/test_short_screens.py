@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from screens import NEW, OLD, SCREENS, choice, plan
+from screens import NEW, OLD, at_width, choice, drawn, plan
 
 from pipette_launch.facts import Layout, Plan
 from pipette_launch.facts.health import Verdict
@@ -24,6 +25,12 @@ NOTES = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _columns() -> Iterator[None]:
+    with at_width(COLUMNS):
+        yield
+
+
 def many(count: int, what: str) -> tuple[str, ...]:
     """So many different sentences."""
     return tuple(
@@ -34,7 +41,7 @@ def many(count: int, what: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("name", ["changed", "kept", "large", "planned-now", "small", "spared"])
 def test_a_first_screen_fits(name: str) -> None:
     """Small CPU job, 64 hosts, experts with templates and spares, verdicts, imagined machines: 40 lines of 100."""
-    lines = SCREENS[name](COLUMNS).splitlines()
+    lines = drawn(name, COLUMNS).splitlines()
 
     assert LINES >= len(lines)
     assert COLUMNS >= max(map(len, lines))
@@ -82,8 +89,6 @@ def test_whatever_there_is_to_say(**sizes: int) -> None:
         arguments=OLD,
         new_arguments=(*NEW, *flags),
         saved_to=Path("/home/user/plan.json"),
-        width=COLUMNS,
-        colour=False,
     )
 
     assert LINES >= screen.count("\n"), screen
@@ -100,9 +105,7 @@ def noted() -> Plan:
 def test_notes_that_ask_for_nothing_are_counted() -> None:
     """One that names a flag stays; how many more there are, and where, is one line; the report has all of them."""
     screens = {
-        is_whole: plan_file_screen(
-            noted(), title="", saved_to=Path("p.json"), is_whole=is_whole, width=COLUMNS, colour=False
-        )
+        is_whole: plan_file_screen(noted(), title="", saved_to=Path("p.json"), is_whole=is_whole)
         for is_whole in (False, True)
     }
 
@@ -137,7 +140,7 @@ def test_what_was_added_to_a_plan_later_is_no_small_print() -> None:
 def test_the_last_reason_stays() -> None:
     """It says how much faster any other plan could be."""
     made = replace(noted(), reasons=(*many(30, "Reason"), "No legal layout takes less than 0.9 s."))
-    screen = plan_file_screen(made, title="", saved_to=None, is_whole=False, width=COLUMNS, colour=False)
+    screen = plan_file_screen(made, title="", saved_to=None, is_whole=False)
 
     assert "Reason number 0" in screen
     assert "Reason number 29" not in screen

@@ -37,10 +37,7 @@ class WorkerCommand:
 
 
 class Controller(ABC):
-    """Controller that decides what each node runs.
-
-    `decide`, `after_warmup` and `after_trial` run on the deciding node only.
-    """
+    """Decides what each node runs. `decide`, `after_warmup` and `after_trial` run on the deciding node only."""
 
     progress_folder: Path
     """Folder where the warm-up's workers of this node write their progress."""

@@ -47,10 +47,7 @@ MONITOR = "FT_RANK_MONITOR_IPC_SOCKET"
 
 
 class _NothingToRun(Exception):  # noqa: N818
-    """The agents decided to stop the job.
-
-    This exception ends torch's monitoring loop, which cannot end in another way without workers.
-    """
+    """The agents decided to stop the job. Without workers, only an exception ends torch's monitoring loop."""
 
 
 class PipetteAgent(LocalElasticAgent):
@@ -354,7 +351,7 @@ class PipetteAgent(LocalElasticAgent):
     def _is_round_over(self) -> bool:
         _, round_store = self._current()
         if self._controller.slowed:
-            round_store.call_all(self._controller.slowed)
+            round_store.put("alarm", self._controller.slowed)
         return round_store.is_over()
 
     def _succeeded(self, worker_group: WorkerGroup) -> RunResult:
@@ -411,8 +408,7 @@ def run(
 def drop_shared_monitor(environ: MutableMapping[str, str], *, num_workers: int) -> None:
     """Remove ft_launcher's rank monitor from the environment if a node has several workers.
 
-    The monitor serves one worker at a time. The other workers would wait three minutes for the monitor and fail.
-    Without the monitor's environment variable, the other workers fail at once with a clear message.
+    The monitor serves one worker at a time. The other workers would wait three minutes for the monitor before failing.
     """
     if num_workers > 1 and environ.pop(MONITOR, None) is not None:
         sys.stderr.write(
@@ -424,9 +420,8 @@ def drop_shared_monitor(environ: MutableMapping[str, str], *, num_workers: int) 
 def _running(agent: PipetteAgent) -> set[int]:
     """Return the process ids of the workers that have not ended; empty if workers run a function."""
     context = agent._pcontext  # noqa: SLF001
-    if not isinstance(context, SubprocessContext):
-        return set()
-    return {one.pid for one in workers.processes(context).values() if one.returncode is None}
+    is_started = isinstance(context, SubprocessContext)
+    return {one.pid for one in workers.processes(context).values() if one.returncode is None} if is_started else set()
 
 
 def _workers(agent: PipetteAgent) -> set[int] | None:

@@ -102,12 +102,8 @@ class Membership:
 
         `held` is this node's decision of the last round. Only the first agent calls `decide`, with all nodes and the
         reasons why hosts are lost. Only the first agent calls `is_awaited`, which returns True if another node waits in
-        torch's rendezvous.
-
-        Raises:
-            Rejoin: all agents go through torch's rendezvous again, or the other agents went on without this agent.
-            ClusterError: too few agents can be reached.
-
+        torch's rendezvous. Raises Rejoin if all agents go through torch's rendezvous again, or the other agents went on
+        without this agent. Raises ClusterError if too few agents can be reached.
         """
         self._stop_watching()
         apart = [one for one in self._members if one.token in self._out_of_reach and one != self._own]
@@ -206,7 +202,7 @@ class Membership:
         self, record: NodeRecord, held: Decision | None, decide: Decide, is_awaited: Callable[[], bool]
     ) -> tuple[Decision, RoundStore]:
         if self._round_store is not None and self._leader == self._own:
-            self._round_store.call_all("a meeting")
+            self._round_store.put("alarm", "a meeting")
         arrivals = self._gather()
         self._check_quorum(len(arrivals))
         if self._leader is not None and is_awaited():
@@ -217,7 +213,9 @@ class Membership:
         records = [record if member == self._own else arrivals[member.token].record for member in here]
         held = held or next((arrival.held for arrival in arrivals.values() if arrival.held), None)
         missed = {token: arrival.out_of_reach for token, arrival in arrivals.items()}
-        cut = cut_links({**missed, self._own.token: tuple(self._out_of_reach)})
+        missed[self._own.token] = tuple(self._out_of_reach)
+        pairs = {(min(one, peer), max(one, peer)) for one, peers in missed.items() for peer in peers if peer in missed}
+        cut = tuple(sorted(pairs))
         lost = held.by_host(self._lost | out_of_reach(here, cut, standby=held.standby)) if held else {}
         decision = decide(records, held, lost)
         known = Members(generation=f"{self._own.token[:8]}-{self._num_meetings}", members=here, cut=cut)
@@ -320,9 +318,9 @@ class Membership:
 
     def _find_lost(self) -> str:
         """Return which agent is gone or out of reach, and why; empty while all agents answer."""
-        return next((self._report_lost(one.peer, one.lost) for one in self._finders if one.peer and one.lost), "")
-
-    def _report_lost(self, peer: Member, why: str) -> str:
+        peer, why = next(((one.peer, one.lost) for one in self._finders if one.peer and one.lost), (None, ""))
+        if peer is None:
+            return ""
         if why == SILENT and peer.token not in self._out_of_reach:
             logger.warning("the agent at %s: %s; all agents meet", peer.address, why)
             self._out_of_reach.add(peer.token)
@@ -339,22 +337,11 @@ class Membership:
         self._finders = ()
 
 
-def cut_links(missed: Mapping[str, Collection[str]]) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of agents without a working link; `missed` maps an agent to the agents out of its reach."""
-    pairs = {(min(one, peer), max(one, peer)) for one, peers in missed.items() for peer in peers if peer in missed}
-    return tuple(sorted(pairs))
-
-
 def best_left_out(pairs: Collection[tuple[str, str]], order: Sequence[str]) -> dict[str, str]:
     """Choose agents to leave out, so that all others reach each other; agents with most cut links are chosen first.
 
-    Args:
-        pairs: cut links, each as two tokens.
-        order: tokens of all agents. Among agents with equally many cut links, the last agent is left out.
-
-    Returns:
-        Token of each agent that is left out, with the token of the first agent that it cannot reach.
-
+    Return each chosen agent with the first agent that it cannot reach. `pairs` are the cut links. Among agents with
+    equally many cut links, the last one in `order` is left out.
     """
     place = {token: index for index, token in enumerate(order)}
     cut = {frozenset(pair) for pair in pairs if set(pair) <= set(place) and len(set(pair)) == 2}

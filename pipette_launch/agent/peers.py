@@ -1,9 +1,8 @@
 """Liveness of other agents.
 
-An agent keeps an idle connection to another agent's store, and the kernel closes the connection when the process of the
-other agent ends. The agent also sends a request every second. The agent's request gets no answer if the other host lost
-power, the wire is cut or the other process is stopped. torch answers these requests in a separate thread, so a busy
-agent answers too.
+An agent keeps an idle connection to another agent's store. The kernel closes it when the other process ends. The agent
+also sends a request every second. A request gets no answer if the other host lost power, the wire is cut or the other
+process is stopped. torch answers requests in a separate thread, so a busy agent answers too.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.facts.messages import Member
 
 PAUSE_S = 1.0
-"""Seconds between two requests to the watched agent."""
+"""Seconds between two requests to the watched agent, and longest time (s) between two connections to other agents."""
 RETRY_S = 0.05
 """Seconds between two attempts to connect, after a missing route or a fault of this process."""
 NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
@@ -32,7 +31,6 @@ GONE = "its agent is gone"
 SILENT = f"silent for {HOST_SILENCE_S:.0f} s"
 SWEEP_S = 60.0
 """Seconds in which each agent connects to each other agent at least once. In a small job it does so more often."""
-LONGEST_PAUSE_S = 1.0
 
 
 class LostFinder(threading.Thread):
@@ -64,10 +62,7 @@ class PeerWatch(LostFinder):
         super().__init__([peer], f"{STORE_THREAD}-watch")
 
     def run(self) -> None:
-        """Watch the agent until it is lost.
-
-        After a fault of this process, such as too many open files, connect again.
-        """
+        """Watch the agent until it is lost. After a fault of this process, connect again."""
         while not (self.lost or self._is_over.wait(RETRY_S)):
             self._has_answer.clear()
             self.lost = self._why_connection_ended(self._peers[0])
@@ -104,7 +99,7 @@ class ReachSweep(LostFinder):
 
     def run(self) -> None:
         """Connect to each agent about once in `SWEEP_S`."""
-        pause_s = min(LONGEST_PAUSE_S, SWEEP_S / len(self._peers))
+        pause_s = min(PAUSE_S, SWEEP_S / len(self._peers))
         for peer in itertools.cycle(self._peers):
             if self.lost or self._is_over.wait(pause_s):
                 return

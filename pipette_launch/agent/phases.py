@@ -1,8 +1,4 @@
-"""Base class of the phases before the training, and the first iteration of an attempt at training.
-
-All nodes stay in one round during warm-up, trials and training. The agent that holds the store of the round may run no
-workers. A node on standby replaces a lost node.
-"""
+"""Base class of the phases before the training, and the first iteration of an attempt at training."""
 
 from __future__ import annotations
 
@@ -56,8 +52,7 @@ class PhaseBeforeTraining(ABC):
     def look(self, processes: Mapping[int, Popen[bytes]], bindings: Sequence[workers.DeviceBinding]) -> bool:
         """Return whether the phase is over on all nodes, also by a failure or a hang.
 
-        `processes` and `bindings` describe the workers of this node by local rank. Raises RoundOver if another agent is
-        lost.
+        `processes` and `bindings` describe this node's workers by local rank. Raises RoundOver if an agent is lost.
         """
 
     @abstractmethod

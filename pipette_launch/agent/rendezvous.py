@@ -55,8 +55,7 @@ def is_file(args: Namespace) -> bool:
 
 def conf_of(args: Namespace) -> dict[str, str]:
     """Return --rdzv-conf as torchrun reads it."""
-    pairs = [pair.partition("=") for pair in (args.rdzv_conf or "").split(",") if pair]
-    return {name.strip(): value.strip() for name, _, value in pairs}
+    return dict(_parse_rendezvous_config(args.rdzv_conf or ""))
 
 
 def endpoint_of(args: Namespace) -> Endpoint:

@@ -93,10 +93,7 @@ def await_name(at: Endpoint, *, patience_s: float) -> None:
 
 
 def note_unknown_address(local_addr: str | None) -> None:
-    """Print a warning if --local-addr has no address.
-
-    A missing address is no error, because only some nodes need the address.
-    """
+    """Print a warning if --local-addr has no address. This is no error, because only some nodes need the address."""
     why = _unresolved(local_addr) if local_addr else ""
     if why:
         say(f"--local-addr {local_addr}: this node finds no address for that name ({why}), by which others reach it")
@@ -257,10 +254,7 @@ class Waiting:
                 store.set(self._key(self._settings.node_rank), "here")
 
     def look(self, waited_s: float) -> None:
-        """Print the missing nodes when the next line is due.
-
-        Raise ClusterError in a second launcher of a job with one node.
-        """
+        """Print the missing nodes when a line is due; raise ClusterError in a second launcher of a job of one node."""
         # Only torch's c10d rendezvous has a state.
         state = getattr(getattr(self._inner, "_state_holder", None), "state", None)
         if state is None:

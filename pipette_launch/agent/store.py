@@ -1,7 +1,4 @@
-"""Messages between agents: texts under the keys of a TCPStore.
-
-Every wait for a message polls the store, so that Python can handle signals.
-"""
+"""Messages between agents: texts under the keys of a TCPStore. Waits poll, so that Python can handle signals."""
 
 from __future__ import annotations
 
@@ -41,10 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class RoundOver(Exception):  # noqa: N818
-    """All agents have to meet again, because an agent failed or is gone.
-
-    This exception ends every wait for another agent.
-    """
+    """All agents have to meet again, because an agent failed or is gone. It ends every wait for another agent."""
 
 
 class StoreGone(RoundOver):
@@ -82,10 +76,7 @@ def within(seconds: float, do: Callable[[], Answer]) -> Answer:
 
 
 class AgentStore:
-    """Reads and writes keys with one prefix in an agent's store.
-
-    Methods raise StoreGone if another agent's store does not answer.
-    """
+    """Reads and writes keys with one prefix in an agent's store; raises StoreGone if the store does not answer."""
 
     def __init__(self, store: Store, prefix: str, *, is_own: bool) -> None:
         """Use a store; `is_own` is true if this process holds the store, so that the store always answers."""
@@ -152,10 +143,7 @@ class AgentStore:
         """Raise RoundOver if the awaited text can no longer come; the base class never raises."""
 
     def settle(self, key: str, text: str) -> str:
-        """Publish a text unless another agent was first; return the first text.
-
-        A text can be published during a meeting, too.
-        """
+        """Publish a text, also during a meeting, unless another agent was first; return the first text."""
         # Compare and set in one call, because the agent that holds the store may end before a second call.
         return _text(key, self._call(lambda: self._store.compare_set(f"{self._prefix}/{key}", "", text)))
 
@@ -185,15 +173,11 @@ class RoundStore(AgentStore):
         self.is_coordinator = is_coordinator
         self._find_lost = find_lost
 
-    def call_all(self, why: str) -> None:
-        """Call all agents to a meeting."""
-        self.put("alarm", why)
-
     def is_over(self) -> bool:
         """Return True if an agent called a meeting; call a meeting if another agent is lost."""
         lost = self._find_lost()
         if lost:
-            self.call_all(lost)
+            self.put("alarm", lost)
         return bool(lost) or self.has("alarm")
 
     def check_goes_on(self) -> None:

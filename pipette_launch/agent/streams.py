@@ -73,11 +73,9 @@ class Streams:
     def watch(self, path: str, *, console: int, local_rank: int | None = None) -> str:
         """Watch a stream, and return the path to which the worker must write.
 
-        Args:
-            path: torch's destination of the stream: a file, the null device, or empty for the console.
-            console: file descriptor of the console.
-            local_rank: worker whose last lines of this stream are kept; None sends the lines to `on_line`.
-
+        `path` is torch's destination of the stream: a file, the null device, or empty for the console, whose file
+        descriptor is `console`. With a `local_rank` the last lines of this worker are kept; None sends all lines to
+        `on_line`.
         """
         hear: Callable[[str], object] = self._on_line
         if local_rank is not None:

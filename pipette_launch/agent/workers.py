@@ -96,23 +96,17 @@ def end_children(context: PContext | None) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def end(
-    processes: Mapping[int, Popen[bytes]], *, began_s: float, mark: str, within_s: float = END_S
-) -> tuple[int, ...]:
+def end(processes: Mapping[int, Popen[bytes]], *, began_s: float, mark: str) -> tuple[int, ...]:
     """Kill the workers of a warm-up or trial and their children; return process ids that the kernel could not end.
 
     The signal is SIGKILL, because a stopped process takes no other signal and a warm-up has nothing to save. SIGTERM
     would not protect other clients of CUDA's MPS: NVIDIA's manual asks for synchronised GPU work before any signal,
     and after a failure that work may never end. Each worker leads its own session, so a worker's children can be found
-    after the worker's death. A child that left the session is found by its environment.
-
-    Args:
-        began_s: start of the workers, by `time.time`.
-        mark: folder of these workers' output; only they and their children have this path in their environment.
-
+    after the worker's death. `began_s` is the start of the workers, by `time.time`. A child that left the session has
+    `mark`, the folder of the workers' output, in its environment.
     """
     leaders = {process.pid for process in processes.values()}
-    ends_s = time.monotonic() + within_s
+    ends_s = time.monotonic() + END_S
     while True:
         # A process whose first thread has ended looks like a zombie while its other threads still hold memory.
         unreaped = {process.pid for process in processes.values() if process.poll() is None}

@@ -292,7 +292,7 @@ def test_what_never_comes_is_no_plan(tmp_path: Path) -> None:
 def test_a_lost_node_ends_the_wait(tmp_path: Path) -> None:
     """Whoever waits for measurements that will never come goes to the meeting instead."""
     agents, _ = relays(tmp_path, "x")
-    agents[1]._round_store.call_all("a node is lost")
+    agents[1]._round_store.put("alarm", "a node is lost")
 
     with pytest.raises(RoundOver):
         agents[0].following()

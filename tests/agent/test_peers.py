@@ -195,7 +195,7 @@ def member(name: str) -> Member:
 def test_a_sweep_stops_at_the_first_that_is_lost(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     """An agent whose process has ended, too: where a wire is cut the neighbour watches another."""
     answers = {"a": "", "b": why, "c": SILENT}
-    monkeypatch.setattr(peers, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(peers, "PAUSE_S", 0.01)
     monkeypatch.setattr(peers, "why_unreachable", lambda peer, timeout_s: answers[peer.token])
     sweep = ReachSweep([member(name) for name in "abc"])
 
@@ -213,7 +213,7 @@ def test_a_sweep_that_is_stopped_hears_the_attempt_out(monkeypatch: pytest.Monke
         time.sleep(0.5)
         return SILENT
 
-    monkeypatch.setattr(peers, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(peers, "PAUSE_S", 0.01)
     monkeypatch.setattr(peers, "why_unreachable", silent_for_a_while)
     sweep = ReachSweep([member("a"), member("b")])
     time.sleep(0.2)

@@ -88,7 +88,7 @@ def wait(*, done: int = 0, done_after_s: float = 0.0, called: bool = False, gone
     round_store = RoundStore(GoneStore() if gone else HashStore(), 1, 2, is_coordinator=False)
     round_store.count("done/train", done)
     if called:
-        round_store.call_all("a worker failed")
+        round_store.put("alarm", "a worker failed")
     later = threading.Timer(done_after_s, lambda: round_store.count("done/train"))
     if done_after_s:
         later.start()

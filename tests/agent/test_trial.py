@@ -157,7 +157,7 @@ def test_a_store_that_is_gone_ends_the_round(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_call_to_a_meeting_ends_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some agent is lost: no trial goes on without it, and no worker is left."""
     node = Node(1, HashStore(), None, monkeypatch)
-    node.round_store.call_all("node1 is silent")
+    node.round_store.put("alarm", "node1 is silent")
 
     with pytest.raises(RoundOver):
         node.look()

@@ -34,7 +34,7 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
 
 def _plan(args: Namespace) -> int:
     from pipette_launch.facts import files
-    from pipette_launch.launch.terminal import ProgressLine, Ticker
+    from pipette_launch.launch.terminal import ProgressLine, ticking
     from pipette_launch.planning.plan import PlanRequest, read_problem, search_plan
     from pipette_launch.report import chosen_line, plan_file_screen
 
@@ -45,11 +45,8 @@ def _plan(args: Namespace) -> int:
         # Check the file before the search, because the plan would be lost if the file cannot be written.
         with flags.writing("--out", args.out):
             files.check_writable(args.out)
-    ticker = Ticker(ProgressLine(sys.stderr, head="pipette plan: "), "searching, {:.0f} s".format)
-    try:
+    with ticking(ProgressLine(sys.stderr, head="pipette plan: "), "searching, {:.0f} s".format):
         plan = search_plan(problem)
-    finally:
-        ticker.stop()
     page = None if args.out is None else _write_plan(args.out, plan, problem)
     if args.json:
         sys.stdout.write(f"{files.dumps(plan)}\n")

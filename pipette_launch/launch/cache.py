@@ -1,7 +1,4 @@
-"""Cache of plans, measurements, outcomes and memory shortages for later jobs.
-
-This module also reads the user's plan files.
-"""
+"""Cache of plans, measurements, outcomes and memory shortages for later jobs, and the user's plan files."""
 
 from __future__ import annotations
 
@@ -120,10 +117,7 @@ class Cache:
         """Reason why the plan was not kept, with a remedy; empty if the plan was kept, or if the job keeps no files."""
 
     def path(self, name: str) -> Path | None:
-        """Return the path of a file; None if the job keeps no files.
-
-        Raises FileFormatError for a path outside the cache.
-        """
+        """Return the path of a file; None if the job keeps no files; raises FileFormatError for a path outside."""
         return inside(self._root, self.key, name) if self._root else None
 
     def load(self, hosts: Sequence[Host]) -> tuple[Plan | None, str]:
@@ -164,7 +158,7 @@ class Cache:
             KeptFile(Outcome, self._root, OUTCOMES, machines_of(host), name).write(outcome, trouble)
         return self.save(OUTCOME, outcome)
 
-    def keep_plan(self, plan: Plan, measurements: Measurements | None = None) -> None:
+    def keep_plan(self, plan: Plan, measurements: Measurements | None) -> None:
         """Write a plan and the measurements that priced the plan into the cache; an error goes into `trouble`."""
         self.trouble = (self.save(CLUSTER, measurements) if measurements else "") or self.save(PLAN, plan)
 
@@ -325,7 +319,7 @@ def kept_together(plan: Plan, job: Job, domains: Domains, source: str) -> Plan:
     """Remove alternatives that split ranks which the job's flags demand inside one host or NVLink domain.
 
     `domains` has the NVLink domains of the hosts in the plan's order. Raises PlanError if the chosen candidate splits
-    ranks that the flags demand inside one host or NVLink domain.
+    such ranks.
     """
     if plan.device_kind != "cuda":
         return plan

@@ -42,21 +42,15 @@ def probe_options(
     *,
     options: Options,
     folder: Path,
-    known: Path | None = None,
-    conditions: Sequence[DeviceCondition] = (),
-    num_training: int | None = None,
+    known: Path | None,
+    conditions: Sequence[DeviceCondition],
+    num_training: int,
 ) -> WarmupOrder:
-    """Return the options of a warm-up.
+    """Return the options of a warm-up; raises UsageError if the file of --pipette-probe cannot be written.
 
-    Args:
-        folder: private folder where the first worker leaves the measurements.
-        known: file of earlier measurements on these hosts, which may be missing; None for no such file.
-        conditions: drivers' reports on the devices, in slot order; empty if unknown.
-        num_training: number of hosts that will train while the others stand by; None for all.
-
-    Raises:
-        UsageError: the launcher cannot write the file that --pipette-probe names.
-
+    The first worker leaves the measurements in `folder`, a private folder. `known` is the file of earlier measurements
+    on these hosts, which may be missing. `conditions` are the drivers' reports on the devices in slot order, empty if
+    unknown. `num_training` hosts will train, and the others stand by.
     """
     if options.probe_to is not None:
         # Check before the warm-up that the file can be written, because an error later would lose the measurements.
@@ -70,9 +64,8 @@ def probe_options(
     devices = len(hosts[0].devices)
     kind = hosts[0].devices[0].kind
     # First list the compute cases (layers to time) of layouts on the training hosts, then of layouts on all hosts.
-    sizes = dict.fromkeys((len(hosts) if num_training is None else num_training, len(hosts)))
-    domains = Domains(devices_per_host=devices)
-    legal = (base_layouts(job, world_size=size * devices, device_kind=kind, domains=domains) for size in sizes)
+    sizes = dict.fromkeys((num_training, len(hosts)))
+    legal = (base_layouts(job, world_size=size * devices, devices_per_host=devices, device_kind=kind) for size in sizes)
     cases = tuple(dict.fromkeys(case for one in legal for case in compute_cases(job.own, one.columns)))
     script = own_script(options)
     return WarmupOrder(

@@ -48,10 +48,8 @@ class Planner:
         self._environ = environ
         self._least_nodes = least_nodes
         self.batch: int | None = None
-        """Global batch size of the training so far, which does not change with the number of ranks; None at the start.
-
-        If this batch size is set, the user's own configuration may be illegal on the present number of ranks.
-        """
+        """Global batch size of the training so far, on any number of ranks; None at the start. With this batch size
+        the user's own configuration may be illegal on the present ranks."""
         self.versions: dict[str, str] = {}
         self.job: Job | None = None
         """Job as read for the present decision; None before the first successful reading."""
@@ -305,15 +303,11 @@ class Coordinator:
         least_nodes: int = 1,
         is_static: bool = False,
     ) -> None:
-        """Begin.
+        """Begin; the warm-up leaves its measurements in `folder`, a private folder.
 
-        Args:
-            folder: private folder where the warm-up leaves its measurements.
-            interruption: exception that a signal raises, which does not count as a failure of a plan.
-            judge: function that finds sick devices and hosts in the drivers' reports.
-            least_nodes: MIN of --nnodes.
-            is_static: true if the rendezvous waits for all nodes and ignores --nnodes.
-
+        A signal raises `interruption`, which does not count as a failure of a plan. `judge` finds sick devices and
+        hosts in the drivers' reports. `least_nodes` is MIN of --nnodes. If `is_static`, the rendezvous waits for all
+        nodes and ignores --nnodes.
         """
         self._options = options
         self._folder = folder

@@ -36,10 +36,7 @@ class Options:
     """File for the measurements of a job that only measures; None for a job that trains."""
     fix: tuple[str, ...] = ()
     on_error: Literal["train", "fail"] | None = None
-    """Reaction to an error.
-
-    With None, the job trains after most errors, but stops if a flag names something that does not exist.
-    """
+    """Reaction to an error. With None, the job trains, but stops if a flag names something that does not exist."""
     on_sick: OnSick = "warn"
     device: Literal["auto", "cuda", "cpu"] = "auto"
     layers: Literal["script", "flags"] = "script"
@@ -98,10 +95,7 @@ class Options:
         return self.dry_run or self.probe_to is not None
 
     def search_options(self) -> SolveOptions:
-        """Return the options of the search.
-
-        The search takes at most --pipette-budget and at most `defaults.SEARCH_BUDGET_S` seconds.
-        """
+        """Return the search's options; the search takes at most --pipette-budget and `defaults.SEARCH_BUDGET_S`."""
         # Import the search only here, because a start with a cached plan does not search.
         from pipette_launch.search.solve import SolveOptions
 

@@ -83,14 +83,10 @@ class PlanDocuments:
 
 
 def found_files(path: Path, cluster: Path | None) -> PlanDocuments:
-    """Read a plan file, and `cluster.json` and `outcome.json` beside it.
+    """Read a plan file, and `cluster.json` and `outcome.json` beside it; raises FileFormatError for an unusable file.
 
-    `cluster` names the file of measurements; None takes `cluster.json` beside the plan, if this file exists.
-
-    Raises:
-        FileFormatError: a file cannot be read.
-        ClusterError: `cluster` holds measurements of other hosts.
-
+    `cluster` names the file of measurements; None takes `cluster.json` beside the plan, if this file exists. Raises
+    ClusterError if `cluster` holds measurements of other hosts.
     """
     plan = files.read(path, Plan)
     measured_at = cluster or path.with_name(CLUSTER)

@@ -6,7 +6,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from threading import Event, Thread
 from typing import TextIO
 
@@ -55,8 +56,7 @@ class ProgressLine:
     def show(self, running: Callable[[float], str], ended: Sequence[str] = ()) -> None:
         """Show the progress now or soon; cheap to call often.
 
-        `running` returns the line for a number of elapsed seconds. In a log, the lines of the `ended` parts are printed
-        instead.
+        `running` returns the line for a number of elapsed seconds. A log gets the lines of the `ended` parts instead.
         """
         now_s = self._clock()
         if now_s - self._shown_s < (REFRESH_S if self._is_terminal else LOG_S):
@@ -92,26 +92,23 @@ class ProgressLine:
         return bool(news)
 
 
-class Ticker(Thread):
-    """Shows a progress line again and again, while the caller works."""
+@contextmanager
+def ticking(line: ProgressLine, running: Callable[[float], str]) -> Iterator[None]:
+    """Show a progress line again and again while the block runs, and clear it at the end."""
+    is_over = Event()
 
-    def __init__(self, line: ProgressLine, running: Callable[[float], str]) -> None:
-        super().__init__(name="progress", daemon=True)
-        self._line = line
-        self._running = running
-        self._is_over = Event()
-        self.start()
+    def tick() -> None:
+        while not is_over.wait(REFRESH_S):
+            line.show(running)
 
-    def stop(self) -> None:
-        """Stop the thread, and clear the line."""
-        self._is_over.set()
-        self.join()
-        self._line.close()
-
-    def run(self) -> None:
-        """Show the line until `stop`."""
-        while not self._is_over.wait(REFRESH_S):
-            self._line.show(self._running)
+    ticker = Thread(target=tick, name="progress", daemon=True)
+    ticker.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        ticker.join()
+        line.close()
 
 
 def running_words(sign: Sign, elapsed_s: float, budget_s: float) -> str:
@@ -139,17 +136,14 @@ def parts_words(phase_s: Mapping[str, float], *, plan_s: float, total_s: float) 
 
 
 class Terminal:
-    """Prints lines to stderr, depending on --pipette-quiet and --pipette-verbose.
-
-    Screens of several lines have no `HEAD`.
-    """
+    """Prints lines to stderr, depending on --pipette-quiet and --pipette-verbose, and screens without `HEAD`."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._is_quiet = options.detail == "quiet"
         self._shown: tuple[Plan, int] | None = None
         self._warmup = ProgressLine(sys.stderr)
-        self._ticker: Ticker | None = None
+        self._progress = ExitStack()
 
     def warn(self, words: str) -> None:
         """Print a line that --pipette-quiet does not hide."""
@@ -162,10 +156,7 @@ class Terminal:
             self.warn(words)
 
     def tell(self, decision: Decision, measurements: Measurements | None, cache: Cache) -> None:
-        """Print a decision.
-
-        `measurements` (None if unknown) priced the decision's plan, and `cache` has the plan's files.
-        """
+        """Print a decision. `measurements` (None if unknown) priced its plan, and `cache` has the plan's files."""
         # If the job failed before any plan was shown, torch prints the error.
         if decision.reason and not (decision.failed and self._shown is None):
             is_trial = decision.phase == "trial" and not decision.checks_order
@@ -230,10 +221,8 @@ class Terminal:
         """Show a progress line until `end`. `running` returns the line for a number of elapsed seconds."""
         self.end()
         if not self._is_quiet:
-            self._ticker = Ticker(ProgressLine(sys.stderr), running)
+            self._progress.enter_context(ticking(ProgressLine(sys.stderr), running))
 
     def end(self) -> None:
         """Clear the progress line of `begin`, if there is one."""
-        if self._ticker is not None:
-            self._ticker.stop()
-            self._ticker = None
+        self._progress.close()

@@ -47,10 +47,7 @@ class OutcomeTracker:
         self._is_done = False
 
     def add_memory(self, line: MemoryLine) -> None:
-        """Add a memory line.
-
-        For each rank, the outcome uses the last line whose peak covers a whole steady iteration.
-        """
+        """Add a memory line; the outcome uses each rank's last line whose peak covers a whole steady iteration."""
         self._memory.append(line)
 
     def add(self, line: Iteration) -> Outcome | None:
@@ -126,10 +123,7 @@ def device_peaks(choice: Choice, used_bytes: Mapping[int, int]) -> tuple[PeakRea
 
 
 def _readings(
-    choice: Choice,
-    used_bytes: Mapping[int, int],
-    predicted_bytes: Sequence[int],
-    source: str,
+    choice: Choice, used_bytes: Mapping[int, int], predicted_bytes: Sequence[int], source: str
 ) -> tuple[PeakReading, ...]:
     """Return a memory reading of each RANK that used memory; `predicted_bytes` has a number for each pipeline stage."""
     stages = {rank: choice.layout.cell_of(rank).pp for rank, used in sorted(used_bytes.items()) if used > 0}
@@ -194,10 +188,7 @@ class Slowdown:
         self._is_told = False
 
     def add(self, step_time_s: float, iteration: int) -> str:
-        """Add a step time.
-
-        Return a sentence for the user once, when the median step exceeds the limit; else an empty text.
-        """
+        """Add a step time; return a sentence once, when the median step exceeds the limit, else an empty text."""
         self._num_seen += 1
         if self._num_seen <= IGNORED_STEPS:
             return ""

@@ -38,10 +38,7 @@ def order_words(plan: Plan, choice: Choice) -> str:
 
 
 def passed(plan: Plan, choice: Choice) -> Plan:
-    """Mark the checked candidate in its plan.
-
-    The passed check becomes the plan's first reason, because screens cut later reasons.
-    """
+    """Mark the checked candidate. The check becomes the plan's first reason, because screens cut later reasons."""
     chosen, *alternatives = (
         replace(one, is_order_checked=True) if one == choice else one for one in (plan.chosen, *plan.alternatives)
     )
@@ -243,8 +240,7 @@ class TrialCoordinator:
     def judge(self, ended: Decision, report: TrialReport) -> Decision | TrialsResult:
         """Take a trial's report; return the decision to run the next trial or to stop, or the result of all trials.
 
-        The job ends if the script died of a cause that no plan can avoid. A training also ends after a cause that no
-        plan can avoid.
+        The job ends if the script died of a cause that no plan can avoid, as after a training.
         """
         options = self._options
         assert self._tried is not None

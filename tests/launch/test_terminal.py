@@ -19,10 +19,10 @@ from pipette_launch.launch.terminal import (
     LOG_S,
     ProgressLine,
     Terminal,
-    Ticker,
     ended_words,
     parts_words,
     running_words,
+    ticking,
 )
 from pipette_launch.probe.messages import PhaseEnd, Sign
 
@@ -115,11 +115,10 @@ def test_it_does_not_flicker() -> None:
 def test_a_search_is_shown_while_it_runs() -> None:
     """A thread of its own shows it, and nothing of it is left afterwards."""
     stream = io.StringIO()
-    ticker = Ticker(ProgressLine(stream, is_terminal=True), "choosing a plan, {:.1f} s".format)
-    deadline_s = time.monotonic() + 10
-    while "choosing" not in stream.getvalue() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    ticker.stop()
+    with ticking(ProgressLine(stream, is_terminal=True), "choosing a plan, {:.1f} s".format):
+        deadline_s = time.monotonic() + 10
+        while "choosing" not in stream.getvalue() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
     shown = stream.getvalue()
     time.sleep(0.5)
 

@@ -25,7 +25,9 @@ from pipette_launch.facts.health import Verdict
 from pipette_launch.facts.measurements import CollectiveTime, MemoryNeed, MemoryReading
 from pipette_launch.facts.plan import Rate, Trial, Trials
 from pipette_launch.facts.prediction import PARTS, Comparison, Entry, Prediction, StageMemory
-from pipette_launch.report import comparison_screen, measured_screen, plan_file_screen, plan_screen, prediction_screen
+from pipette_launch.report.measured import measured_screen
+from pipette_launch.report.plan import plan_file_screen, plan_screen
+from pipette_launch.report.prediction import comparison_screen, prediction_screen
 from pipette_launch.text import GIB
 
 OLD = (

@@ -16,8 +16,7 @@ from pipette_launch.facts import Layout, Samples
 from pipette_launch.facts.outcome import Outcome, PeakReading
 from pipette_launch.facts.plan import Rate, Setting
 from pipette_launch.facts.schedule import ScheduleFile, interleaved_zero_bubble
-from pipette_launch.report import outcome_line
-from pipette_launch.report.plan import plan_file_screen, rank_ranges
+from pipette_launch.report.plan import outcome_line, plan_file_screen, rank_ranges
 from pipette_launch.report.screen import arguments_diff
 
 GOLDEN = Path(__file__).parent / "data" / "screens"

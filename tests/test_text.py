@@ -17,13 +17,9 @@ from hypothesis import strategies as st
 from pipette_launch.cli import pipette
 from pipette_launch.errors import FileFormatError
 from pipette_launch.facts import files
-from pipette_launch.report import (
-    checkup_screen,
-    comparison_screen,
-    measured_screen,
-    plan_file_screen,
-    prediction_screen,
-)
+from pipette_launch.report.measured import checkup_screen, measured_screen
+from pipette_launch.report.plan import plan_file_screen
+from pipette_launch.report.prediction import comparison_screen, prediction_screen
 from pipette_launch.text import escape_log_lines, printable
 
 HOSTILE = "a\x1b]0;mine\x07\x9b31m\x7f\r\u202eb\ud800"

@@ -41,7 +41,7 @@ def _doctor(args: Namespace) -> int:
     check_installed(but=frozenset({"torch"}))
     from pipette_launch.cli.machine_checks import examine
     from pipette_launch.facts import files
-    from pipette_launch.report import checkup_screen
+    from pipette_launch.report.measured import checkup_screen
 
     if not 0 < args.port < MOST_PORTS:
         raise UsageError(f"--port must be from 1 to {MOST_PORTS - 1}, got {args.port}")

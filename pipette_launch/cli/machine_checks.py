@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -33,14 +33,13 @@ NEEDED = {"torch": SpecifierSet(">=2.6"), "megatron-core": SpecifierSet(">=0.14"
 KNOWN = {"torch": SpecifierSet("<2.16"), "megatron-core": SpecifierSet("<0.21")}
 """Tested releases of the packages. Later releases may work."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's own, not a temporary file of ours
+INFINIBAND = Path("/sys/class/infiniband")
 LEAST_SHARED_BYTES = 64 << 20
 """Shared memory for each device: NCCL's buffers for peers on the same host, and batches of data loaders."""
 ENOUGH_SHARED_BYTES = 1 << 30
 ENOUGH_FILES = 4096
 """Number of open files that a process may need: a rank connects to all ranks of its groups, and the first agent to all
 ranks."""
-
-VersionOf = Callable[[str], "str | None"]
 
 
 def examine(args: Namespace) -> Checkup:
@@ -52,7 +51,7 @@ def examine(args: Namespace) -> Checkup:
         found += driver_for_torch() if installed("torch") else ()
         found += shared_memory(num_devices)
     found += limits()
-    found += host_name(environ=os.environ, num_nodes=args.nodes)
+    found += host_name(os.environ, args.nodes)
     found += interfaces(os.environ)
     found += port(args.port)
     found += folders(default_root())
@@ -84,10 +83,10 @@ def python(version: str | None = None) -> Iterator[Finding]:
         yield _found("slows", "Python", f"{here}, but only {PYTHON} is tested", "use a tested release")
 
 
-def packages(version_of: VersionOf = installed) -> Iterator[Finding]:
+def packages() -> Iterator[Finding]:
     """Compare torch and megatron-core with the required and the tested releases."""
     for name, needed in NEEDED.items():
-        found, install = version_of(name), f"pip install '{name}{needed}'"
+        found, install = installed(name), f"pip install '{name}{needed}'"
         try:
             version = None if found is None else Version(found)
         except InvalidVersion:
@@ -136,9 +135,9 @@ def _host(args: Namespace, found: list[Finding]) -> Host | None:
     return host
 
 
-def driver_for_torch(cuda_of_torch: Callable[[], str | None] | None = None) -> Iterator[Finding]:
+def driver_for_torch() -> Iterator[Finding]:
     """Compare torch's CUDA version with the newest CUDA version that the driver supports."""
-    built = (cuda_of_torch or _cuda_of_torch)()
+    built = _cuda_of_torch()
     with session() as nvml:
         supported = query(nvml, "nvmlSystemGetCudaDriverVersion") if nvml is not None else None
     if supported is None:
@@ -182,7 +181,7 @@ def shared_memory(num_devices: int, folder: Path = SHARED_MEMORY) -> Iterator[Fi
         yield _found("stops" if is_little else "slows", str(folder), value, advice)
 
 
-def limits(*, has_infiniband: bool | None = None) -> Iterator[Finding]:
+def limits() -> Iterator[Finding]:
     """Check the limits of open files and pinned memory."""
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     value = f"{_limit(files)} for this process, {_limit(most_files)} at most"
@@ -190,7 +189,7 @@ def limits(*, has_infiniband: bool | None = None) -> Iterator[Finding]:
         yield _found("slows", "open files", f"{value}; large jobs need more", "ulimit -n 65536 before the job")
     else:
         yield _found("fine", "open files", value)
-    if has_infiniband if has_infiniband is not None else any(Path("/sys/class/infiniband").glob("*")):
+    if any(INFINIBAND.glob("*")):
         pinned = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         if pinned == resource.RLIM_INFINITY:
             yield _found("fine", "pinned memory", "no limit")
@@ -203,16 +202,13 @@ def _limit(value: int) -> str:
     return "no limit" if value == resource.RLIM_INFINITY else str(value)
 
 
-def host_name(
-    *, name: str | None = None, addresses: Collection[str] | None = None, environ: Mapping[str, str], num_nodes: int
-) -> Iterator[Finding]:
+def host_name(environ: Mapping[str, str], num_nodes: int) -> Iterator[Finding]:
     """Check the address of this host's name, because gloo sends that address to its peers.
 
-    `name` and `addresses` are None for this host's own name and the resolver's addresses. GLOO_SOCKET_IFNAME in
-    `environ` selects another address. A job of one node may use the loopback address.
+    GLOO_SOCKET_IFNAME selects another address. A job of one node may use the loopback address.
     """
-    name = name or socket.gethostname()
-    found = _resolved(name) if addresses is None else addresses
+    name = socket.gethostname()
+    found = _resolved(name)
     value, what = f"{name} is {', '.join(found) or 'unknown'}", "host name"
     if environ.get("GLOO_SOCKET_IFNAME"):
         yield _found("fine", what, f"{value}, and GLOO_SOCKET_IFNAME={environ['GLOO_SOCKET_IFNAME']}")
@@ -235,10 +231,9 @@ def _resolved(name: str) -> list[str]:
     return list(dict.fromkeys(str(answer[4][0]).partition("%")[0] for answer in answers))
 
 
-def interfaces(environ: Mapping[str, str], present: Collection[str] | None = None) -> Iterator[Finding]:
+def interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Check that the interfaces named in the environment exist and are up."""
-    if present is None:
-        present = [name for name, state in psutil.net_if_stats().items() if state.isup]
+    present = [name for name, state in psutil.net_if_stats().items() if state.isup]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         wanted = environ.get(variable, "")
         missing = _missing(wanted, present, is_prefix=variable.startswith("NCCL"))

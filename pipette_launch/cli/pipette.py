@@ -7,22 +7,14 @@ import textwrap
 from argparse import REMAINDER, ArgumentParser, Namespace, RawDescriptionHelpFormatter, _SubParsersAction
 from collections.abc import Mapping, Sequence
 
-from pipette_launch import __version__
+from pipette_launch import __version__, errors
 from pipette_launch.cli import jobs, plan, show
 from pipette_launch.cli.flags import EXAMPLE_ARGS, Subcommand, flag_of
-from pipette_launch.errors import (
-    ClusterError,
-    FactError,
-    FileFormatError,
-    MegatronError,
-    OptionError,
-    PipetteError,
-    UsageError,
-)
+from pipette_launch.errors import MegatronError, OptionError, PipetteError, UsageError
 from pipette_launch.installed import explained_import_error
 from pipette_launch.text import did_you_mean, escape_log_lines, printable
 
-BAD_INPUT = (UsageError, MegatronError, FactError, FileFormatError, ClusterError)
+BAD_INPUT = (UsageError, MegatronError, errors.FactError, errors.FileFormatError, errors.ClusterError)
 """Types of errors in the command line or a named file. These errors exit with 2, as argparse does."""
 SHELLS = ("bash", "zsh", "tcsh")
 PATHS = {"FILE", "DIR", "PLAN", "SCRIPT", "WHERE"}

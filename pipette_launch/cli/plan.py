@@ -36,7 +36,7 @@ def _plan(args: Namespace) -> int:
     from pipette_launch.facts import files
     from pipette_launch.launch.terminal import ProgressLine, ticking
     from pipette_launch.planning.plan import PlanRequest, read_problem, search_plan
-    from pipette_launch.report import chosen_line, plan_file_screen
+    from pipette_launch.report.plan import chosen_line, plan_file_screen
 
     given = {name: value for name, value in vars(args).items() if name in PlanRequest.__slots__}
     request = PlanRequest(**{**given, "arguments": tuple(args.arguments)})
@@ -109,7 +109,7 @@ def _predict(args: Namespace) -> int:
     from pipette_launch.facts import files
     from pipette_launch.launch.cache import default_root, distrust
     from pipette_launch.planning.predict import predict
-    from pipette_launch.report import prediction_screen
+    from pipette_launch.report.prediction import prediction_screen
 
     same = ("world_size", "gpu", "cluster", "fabric", "rank", "stage", "method", "memory_margin", "megatron_version")
     prediction = predict(
@@ -146,7 +146,7 @@ def _add_compare_arguments(parser: ArgumentParser) -> None:
 def _compare(args: Namespace) -> int:
     from pipette_launch.facts import files
     from pipette_launch.planning.compare import compare
-    from pipette_launch.report import comparison_screen
+    from pipette_launch.report.prediction import comparison_screen
 
     found = compare(args.plans)
     sys.stdout.write(files.dumps(found) + "\n" if args.json else comparison_screen(found))

@@ -35,7 +35,8 @@ def _add_report_arguments(parser: ArgumentParser) -> None:
 def _report(args: Namespace) -> int:
     from pipette_launch.facts import Measurements, Plan, files
     from pipette_launch.launch.plan_reports import existing_page
-    from pipette_launch.report import chosen_line, measured_screen, plan_file_screen
+    from pipette_launch.report.measured import measured_screen
+    from pipette_launch.report.plan import chosen_line, plan_file_screen
 
     if args.profile is not None and args.trace is None:
         raise UsageError("--profile adds measured passes to a trace; name the trace's file with --trace")

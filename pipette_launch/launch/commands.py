@@ -167,7 +167,7 @@ def _wandb_notes(decision: Decision, options: Options) -> dict[str, str]:
     if plan is None or decision.phase != "train" or not wants or is_users:
         return {}
     # Import the report only here, because most jobs do not use W&B.
-    from pipette_launch.report import chosen_line
+    from pipette_launch.report.plan import chosen_line
 
     runs = replace(plan, chosen=choice or plan.own, keeps_own=choice is None)
     return {WANDB_NOTES: f"{NOTES_HEAD}{chosen_line(runs)}"}

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipette_launch import megatron, report
+from pipette_launch import megatron
 from pipette_launch.agent import elastic
 from pipette_launch.agent.controller import Controller, Node, WorkerCommand
 from pipette_launch.agent.rendezvous import RendezvousSettings
@@ -32,6 +32,7 @@ from pipette_launch.launch.training import OutcomeTracker, Recovery, Slowdown, d
 from pipette_launch.launch.trials import trial_progress
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.messages import START_S, WarmupOrder, wait_s
+from pipette_launch.report.plan import outcome_line
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +246,7 @@ class NodeController(Controller):
         self._metrics.note(measured_memory_bytes=peak.measured_bytes if peak else None)
         cache = self._cache
         trouble = cache.keep_outcome(outcome, self._host) if self._host else cache.save(OUTCOME, outcome)
-        self._terminal.say(report.outcome_line(outcome))
+        self._terminal.say(outcome_line(outcome))
         if trouble := trouble or add_outcome(existing_page(cache.plan_path), outcome):
             self._terminal.warn(trouble)
 

@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from threading import Event, Thread
 from typing import TextIO
 
-from pipette_launch import report
 from pipette_launch.facts import Measurements, Plan
 from pipette_launch.facts.messages import Decision
 from pipette_launch.launch.cache import Cache
@@ -19,6 +18,8 @@ from pipette_launch.launch.options import Options
 from pipette_launch.launch.plan_reports import existing_page
 from pipette_launch.launch.trials import trial_words
 from pipette_launch.probe.messages import PhaseEnd, Sign
+from pipette_launch.report.measured import measured_screen
+from pipette_launch.report.plan import chosen_line, plan_screen
 from pipette_launch.text import printable
 
 HEAD = "pipette-launch: "
@@ -174,7 +175,7 @@ class Terminal:
         elif decision.plan is not None:
             self._show_plan(decision, decision.plan, measurements, cache)
         elif decision.phase == "stop" and options.probe_to is not None and measurements is not None:
-            sys.stdout.write(report.measured_screen(measurements, title="pipette probe", saved_to=options.probe_to))
+            sys.stdout.write(measured_screen(measurements, title="pipette probe", saved_to=options.probe_to))
             sys.stdout.flush()
 
     def _show_plan(self, decision: Decision, plan: Plan, measurements: Measurements | None, cache: Cache) -> None:
@@ -189,10 +190,10 @@ class Terminal:
             what = f"the next plan, {choice.layout.words()}" if choice else own
             self.warn(f"that plan cannot {'go on' if decision.iteration else 'start'}; going on with {what}")
         elif self._is_quiet:
-            self.warn(report.chosen_line(plan))
+            self.warn(chosen_line(plan))
         else:
             sys.stderr.write(
-                report.plan_screen(
+                plan_screen(
                     plan,
                     measurements,
                     arguments=self._options.script_arguments,

@@ -12,6 +12,7 @@ from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from gpu_rules.nvml import GIB, FakeNvml, install
 
@@ -19,7 +20,7 @@ from pipette_launch.cli import machine_checks as checks
 from pipette_launch.cli.pipette import main
 from pipette_launch.facts import files
 from pipette_launch.facts.health import Checkup, Finding
-from pipette_launch.report import checkup_screen
+from pipette_launch.report.measured import checkup_screen
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -136,10 +137,12 @@ def test_too_many_workers_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_versions_are_compared_with_what_is_needed_and_known(
-    versions: dict[str, str | None], severity: list[str]
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str | None], severity: list[str]
 ) -> None:
     """Too old releases stop a job, untested ones may slow it; megatron-core may be missing."""
-    assert severity == [finding.severity for finding in checks.packages(versions.__getitem__)]
+    monkeypatch.setattr(checks, "installed", versions.__getitem__)
+
+    assert severity == [finding.severity for finding in checks.packages()]
 
 
 def test_needed_versions_are_those_of_the_package() -> None:
@@ -163,7 +166,8 @@ def test_torch_must_suit_the_driver(monkeypatch: pytest.MonkeyPatch, built: str 
     """A driver for CUDA 12.4 runs all of 12, nothing of 13, and nothing at all for a torch without CUDA."""
     nvml = install(monkeypatch, FakeNvml(1))
     nvml.nvmlSystemGetCudaDriverVersion = lambda: 12040  # type: ignore[attr-defined]
-    (finding,) = checks.driver_for_torch(lambda: built)
+    monkeypatch.setattr(checks, "_cuda_of_torch", lambda: built)
+    (finding,) = checks.driver_for_torch()
 
     assert severity == finding.severity
     assert "the driver supports 12.4" in finding.value
@@ -199,13 +203,20 @@ def test_no_shared_memory_at_all(tmp_path: Path) -> None:
     ],
 )
 def test_limits(
-    monkeypatch: pytest.MonkeyPatch, files_open: int, pinned: int, infiniband: bool, severities: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    files_open: int,
+    pinned: int,
+    infiniband: bool,
+    severities: list[str],
 ) -> None:
     """Open files matter for large jobs, pinned memory only with InfiniBand."""
     told = {resource.RLIMIT_NOFILE: files_open, resource.RLIMIT_MEMLOCK: pinned}
     monkeypatch.setattr(resource, "getrlimit", lambda which: (told[which], resource.RLIM_INFINITY))
+    monkeypatch.setattr(checks, "INFINIBAND", tmp_path if infiniband else tmp_path / "none")
+    (tmp_path / "mlx5_0").touch()
 
-    assert severities == [finding.severity for finding in checks.limits(has_infiniband=infiniband)]
+    assert severities == [finding.severity for finding in checks.limits()]
 
 
 @pytest.mark.parametrize(
@@ -221,10 +232,11 @@ def test_limits(
     ],
 )
 def test_a_name_that_means_itself_on_every_node(
-    addresses: list[str], environ: dict[str, str], nodes: int, severity: str
+    monkeypatch: pytest.MonkeyPatch, addresses: list[str], environ: dict[str, str], nodes: int, severity: str
 ) -> None:
     """Gloo would send the loopback address to its peers; only a job of one node may use it."""
-    (finding,) = checks.host_name(name="n1", addresses=addresses, environ=environ, num_nodes=nodes)
+    monkeypatch.setattr(checks, "_resolved", lambda _: addresses)
+    (finding,) = checks.host_name(environ, nodes)
 
     assert severity == finding.severity
 
@@ -242,9 +254,13 @@ def test_a_name_that_means_itself_on_every_node(
         ("NCCL_SOCKET_IFNAME", "ib", "stops"),
     ],
 )
-def test_named_interfaces_must_be_there(variable: str, value: str, severity: str) -> None:
+def test_named_interfaces_must_be_there(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, severity: str
+) -> None:
     """Gloo takes whole names, NCCL their beginnings, `=` for whole ones and `^` for all others."""
-    (finding,) = checks.interfaces({variable: value}, ["lo", "eth0"])
+    up = SimpleNamespace(isup=True)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"lo": up, "eth0": up, "ib9": SimpleNamespace(isup=False)})
+    (finding,) = checks.interfaces({variable: value})
 
     assert severity == finding.severity
 

@@ -16,12 +16,12 @@ from doc_pages import PAGES, ROOT, blocks, lacks, name_of
 from facts_for_tests import tiny_cluster
 from screens import choice, plan
 
-from pipette_launch import report
 from pipette_launch.cli.pipette import COMMANDS
 from pipette_launch.facts import Layout, Measurements, Plan, files
 from pipette_launch.facts.outcome import LiveJob, Outcome
 from pipette_launch.planning.replan import UseFallback
 from pipette_launch.report.live import live_screen
+from pipette_launch.report.plan import outcome_line, plan_screen
 
 sys.path.insert(0, str(ROOT / "examples"))
 import log_lines
@@ -35,7 +35,7 @@ def start(job: str) -> str:
     """Draw the screen before the training."""
     chosen = files.read(JOBS / job / "plan.json", Plan)
     assert chosen.setting is not None
-    return report.plan_screen(
+    return plan_screen(
         chosen,
         files.read(JOBS / job / "cluster.json", Measurements),
         arguments=chosen.setting.arguments,
@@ -46,7 +46,7 @@ def start(job: str) -> str:
 
 def outcome(job: str) -> str:
     """Draw the line that sets the measured step beside the predicted one."""
-    return f"pipette-launch: {report.outcome_line(files.read(JOBS / job / 'outcome.json', Outcome))}\n"
+    return f"pipette-launch: {outcome_line(files.read(JOBS / job / 'outcome.json', Outcome))}\n"
 
 
 def watched(job: str) -> str:

@@ -17,8 +17,8 @@ from pipette_launch.facts.health import SEVERITIES, Checkup, Finding
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.outcome import LiveJob
 from pipette_launch.facts.prediction import PARTS
-from pipette_launch.report import checkup_screen
 from pipette_launch.report.live import live_rows
+from pipette_launch.report.measured import checkup_screen
 from pipette_launch.search.explanations import PART_NAMES
 
 ROOT = Path(__file__).parents[2]

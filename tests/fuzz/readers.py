@@ -61,8 +61,9 @@ from pipette_launch.megatron.tokenizers import read_vocabulary
 from pipette_launch.planning.machines import machines_of
 from pipette_launch.probe.health.inventory import switches
 from pipette_launch.probe.messages import PhaseEnd, Sign, WarmupOrder, WorkerResult
-from pipette_launch.report import measured_screen, plan_file_screen
 from pipette_launch.report.live import live_line, live_screen
+from pipette_launch.report.measured import measured_screen
+from pipette_launch.report.plan import plan_file_screen
 
 Reader = Callable[[bytes], object]
 HERE = Path(__file__).parent

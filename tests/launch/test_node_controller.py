@@ -10,12 +10,12 @@ import pytest
 from gpu_rules.nvml import FakeNvml, install
 from launch.worlds import options, plan, records
 
-from pipette_launch import report
 from pipette_launch.agent.controller import Node
 from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.facts import Layout, Plan, files
 from pipette_launch.facts.messages import Decision
 from pipette_launch.facts.outcome import LiveJob, Outcome
+from pipette_launch.launch import terminal
 from pipette_launch.launch.hosts import described
 from pipette_launch.launch.metrics import MetricsFile, Spans
 from pipette_launch.launch.node_controller import NodeController
@@ -114,7 +114,7 @@ def test_a_screen_that_fails_does_not_cost_the_job(tmp_path: Path, monkeypatch: 
     def fail(*_: object, **__: object) -> str:
         raise errors.pop(0)
 
-    monkeypatch.setattr(report, "plan_screen", fail)
+    monkeypatch.setattr(terminal, "plan_screen", fail)
     told.show(decision(), speaks=True)
 
     with pytest.raises(KeyError):

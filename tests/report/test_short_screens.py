@@ -14,7 +14,7 @@ from screens import NEW, OLD, at_width, choice, drawn, plan
 
 from pipette_launch.facts import Layout, Plan
 from pipette_launch.facts.health import Verdict
-from pipette_launch.report import chosen_line, plan_file_screen, plan_screen
+from pipette_launch.report.plan import chosen_line, plan_file_screen, plan_screen
 from pipette_launch.report.screen import advice
 
 LINES, COLUMNS = 40, 100

@@ -180,8 +180,13 @@ class Streams:
                 self._copy(key.fd, source.copy_to, begun)
 
     def _copy(self, reader: int, console: int, data: bytes) -> None:
+        view = memoryview(data)
         try:
-            _write_all(console, data)
+            while view:
+                with contextlib.suppress(BlockingIOError):
+                    view = view[os.write(console, view) :]
+                if view:
+                    select.select([], [console], [])
         except BrokenPipeError:
             # Close the pipe, so that the worker's next write fails as under torchrun if the console's reader is gone
             # (`| head`).
@@ -207,15 +212,6 @@ class Streams:
         except Exception:
             # Go on reading, because a full pipe would stop the worker.
             logger.exception("could not read a line of a worker")
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        with contextlib.suppress(BlockingIOError):
-            view = view[os.write(descriptor, view) :]
-        if view:
-            select.select([], [descriptor], [])
 
 
 class WatchedLogs(LogsSpecs):

@@ -75,12 +75,8 @@ def probe_options(
         output=str(folder / CLUSTER),
         progress_dir=str(folder / "progress"),
         message_sizes_bytes=message_sizes_bytes(job, cases, kind),
-        # The worker appends the names of the question file and the answer file. The adviser gets the planner's own
-        # margins and seed.
-        adviser=(
-            *(_python(), "-m", ADVISER, "--margin", str(options.margin)),
-            *("--memory-margin", str(options.memory_margin), "--seed", str(options.seed)),
-        ),
+        # The worker appends the names of the question file and the answer file.
+        adviser=(_python(), "-m", ADVISER, *map(str, (options.margin, options.memory_margin, options.seed))),
         known=str(known) if known and known.exists() else "",
         budget_s=options.budget_s,
         conditions=tuple(conditions),

@@ -1,4 +1,4 @@
-"""The adviser: `python -m pipette_launch.launch.measuring_advice [SETTINGS] QUESTION ANSWER`.
+"""The adviser: `python -m pipette_launch.launch.measuring_advice MARGIN MEMORY_MARGIN SEED QUESTION ANSWER`.
 
 A warm-up starts the adviser after measuring links and before measuring collectives. The adviser searches plans for a
 few seconds with the measurements so far. The answer lists the links, groups and stages of the shortlisted plans, which
@@ -9,10 +9,8 @@ the warm-up then measures. The adviser does not import torch.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
@@ -40,17 +38,13 @@ MOST_STAGES = 8
 
 def main(arguments: Sequence[str], clock: Callable[[], float]) -> int:
     """Answer one question file of a warm-up. Return the exit code, and print an error on one line."""
-    parser = ArgumentParser(prog="adviser", allow_abbrev=False)
-    for name in ("--margin", "--memory-margin"):
-        parser.add_argument(name, type=float, default=argparse.SUPPRESS)
-    parser.add_argument("--seed", type=int, default=argparse.SUPPRESS)
-    parser.add_argument("question", type=Path)
-    parser.add_argument("answer", type=Path)
-    settings = vars(parser.parse_args(arguments))
-    question, answer = settings.pop("question"), settings.pop("answer")
+    margin, memory_margin, seed, question, answer = arguments
     try:
-        asked = files.read(question, MeasuringQuestion)
-        files.write(answer, advise(asked, SolveOptions(budget_s=asked.budget_s, **settings), clock))
+        asked = files.read(Path(question), MeasuringQuestion)
+        options = SolveOptions(
+            budget_s=asked.budget_s, margin=float(margin), memory_margin=float(memory_margin), seed=int(seed)
+        )
+        files.write(Path(answer), advise(asked, options, clock))
     except (ValueError, OSError, PipetteError) as error:
         sys.stderr.write(f"pipette: no advice: {printable(' '.join(str(error).split()))}\n")
         return 1

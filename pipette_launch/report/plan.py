@@ -64,13 +64,9 @@ def plan_screen(
 ) -> str:
     """Draw the launcher's screen of a plan: measurements, choice, reasons, and changes of the script's flags.
 
-    Args:
-        measurements: measurements behind the plan; None for a plan from the cache or a file.
-        new_arguments: arguments of the script under the plan; None for the user's own arguments.
-        saved_to: path of the plan file; None if the plan has no file.
-        drawn_to: path of the plan's HTML report; None if there is no report.
-        unsaved: reason why no file was written, with a remedy; empty if no file was requested.
-
+    `measurements` is None for a plan from the cache or a file, and `new_arguments` for the user's own arguments.
+    `saved_to` is the plan file and `drawn_to` the HTML report, each None if there is none. `unsaved` is the reason why
+    no file was written, with a remedy; empty if no file was requested.
     """
     wide = columns(sys.stderr)
     where = _where(saved_to, drawn_to, otherwise="--pipette-verbose shows them")
@@ -94,10 +90,7 @@ def plan_screen(
 def plan_file_screen(
     plan: Plan, *, title: str, saved_to: Path | None, drawn_to: Path | None = None, is_whole: bool = True
 ) -> str:
-    """Draw the screen of a plan file: job, machines, choice, reasons, and flags to paste.
-
-    `saved_to` is None if the plan has no file. `drawn_to` is None if the plan has no HTML report.
-    """
+    """Draw the screen of a plan file, with job and machines; `saved_to` and `drawn_to` are as in `plan_screen`."""
     setting, wide = plan.setting, columns(sys.stdout)
     where = _where(saved_to, drawn_to, otherwise="-v shows them, --out FILE keeps them")
 

@@ -43,12 +43,9 @@ def text(words: str, style: str = "default", *, keep: str = "", **options: Any) 
 
 
 def grid(columns: str, rows: Iterable[Sequence[Line]], *, gap: int = 2) -> Table:
-    """Return a table without borders.
+    """Return a table without borders, with `gap` spaces after each column.
 
-    Args:
-        columns: a letter for each column: `r` = aligned right, `l` = aligned left, `w` = aligned left and wrapped.
-        gap: number of spaces after each column.
-
+    `columns` has a letter for each column: `r` = aligned right, `l` = aligned left, `w` = aligned left and wrapped.
     """
     from rich.table import Table
 
@@ -204,13 +201,9 @@ BETWEEN = "   "
 def flag_lines(
     arguments: Sequence[str], new_arguments: Sequence[str] | None, *, width: int = 0, most: int | None = None
 ) -> Iterator[Text]:
-    """Return the changes of the script's flags.
+    """Return the changes of the script's flags; `new_arguments` is None for the user's own arguments.
 
-    Args:
-        new_arguments: arguments that the script will get; None for the user's own arguments.
-        width: columns of a line with several changes.
-        most: largest number of lines; None for one change on each line.
-
+    At most `most` lines of `width` columns have several changes each; None puts one change on each line.
     """
     styles = {"+": "green", "-": "red", "~": "yellow"}
     found = [] if new_arguments is None else arguments_diff(arguments, new_arguments)

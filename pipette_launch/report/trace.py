@@ -49,16 +49,10 @@ def trace_text(
     outcome: Outcome | None = None,
     profiled: Sequence[ProfiledRank] = (),
 ) -> str:
-    """Return the trace of a plan as JSON text.
+    """Return the trace of a plan as JSON text; raises PlanError if the profiled passes belong to another plan.
 
-    Args:
-        measurements: measurements that priced the plan; None leaves out layers and links.
-        picture: passes of the plan's steps; None leaves out the passes.
-        outcome: outcome of the plan's training; None if there was no training.
-
-    Raises:
-        PlanError: the profiled passes belong to another plan.
-
+    Without the `measurements` that priced the plan, layers and links are left out. Without a `picture`, the passes are
+    left out. The `outcome` of the training is None without a training.
     """
     left_out: list[str] = []
     events: list[Event] = []

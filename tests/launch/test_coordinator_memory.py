@@ -141,7 +141,7 @@ def test_a_new_plan_says_what_bounds_it(folder: Path) -> None:
     orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
     after = trained(beginning(folder), 3)
 
-    assert margin == pytest.approx(float(orders.adviser[orders.adviser.index("--memory-margin") + 1]))
+    assert margin == pytest.approx(float(orders.adviser[-2]))
     assert after.plan is not None
     limits = [plan.chosen.memory_shown.margin for plan in (after.plan, *after.plan.templates)]
     assert [margin, margin] == pytest.approx(limits)

@@ -35,6 +35,7 @@ QUESTION = MeasuringQuestion(
     measurements=tiny_measurements(drawn_cluster(random.Random(5), hosts=4, devices=2)),
     budget_s=2.0,
 )
+SETTINGS = ("0.02", "0.08", "0")
 EXPERTS = tiny_model(num_experts=4, moe_layer_freq=(1, 1, 1, 1))
 
 
@@ -197,6 +198,7 @@ def test_the_process_answers_without_torch(tmp_path: Path) -> None:
         "importtime",
         "-m",
         "pipette_launch.launch.measuring_advice",
+        *SETTINGS,
         str(question),
         str(answer),
     ]
@@ -214,6 +216,7 @@ def test_a_bad_question_is_answered_in_one_line(tmp_path: Path) -> None:
         sys.executable,
         "-m",
         "pipette_launch.launch.measuring_advice",
+        *SETTINGS,
         str(tmp_path / "question.json"),
         "answer.json",
     ]

@@ -470,16 +470,10 @@ def _row(rates_HH: Floats, names: list[str], index: int) -> tuple[str, ...]:
 def plan_page(
     plan: Plan, measurements: Measurements | None = None, picture: Picture | None = None, outcome: Outcome | None = None
 ) -> str:
-    """Draw a plan as one HTML file without network requests.
+    """Draw a plan as one HTML file without network requests; raises PipetteError if jinja2 is not installed.
 
-    Args:
-        measurements: measurements that priced the plan; None leaves out links, layer times and verdicts.
-        picture: drawn steps and memory by kind; None leaves out the timeline and the split of memory.
-        outcome: measured outcome of the plan's training; None if the training did not run long enough.
-
-    Raises:
-        PipetteError: jinja2 is not installed.
-
+    Without the `measurements` that priced the plan, links, layer times and verdicts are left out. Without a `picture`,
+    the timeline and the split of memory are left out. The `outcome` of the training is None after a short training.
     """
     runs = " ".join(sorted({_run(choice.layout, choice.placement) for choice in (*plan.candidates(), plan.own)}))
     template = _environment().get_template("page.html")

@@ -9,8 +9,7 @@ WARMUP_BUDGET_S = 60.0
 SEARCH_BUDGET_S = 10.0
 """Longest search for a plan in processor seconds: `--budget` of `pipette plan`, and the launcher's own search."""
 TRIALS = 0
-"""`--pipette-trials`: number of plans that run for a few steps before the training, besides the user's own
-configuration."""
+"""`--pipette-trials`: number of plans to try before the training, besides the user's own configuration."""
 TRIAL_ITERS = 5
 """`--pipette-trial-iters`: number of step times of each trial that enter the comparison."""
 TOLERATE = 1

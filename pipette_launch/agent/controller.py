@@ -22,8 +22,7 @@ class Node:
     num_slots: int
     address: str
     interruption: type[Exception]
-    """Exception that a signal to the agent raises. The exception of a signal must reach torch, and does not count as a
-    failure."""
+    """Exception that a signal to the agent raises. It must reach torch, and does not count as a failure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

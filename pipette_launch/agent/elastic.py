@@ -63,8 +63,7 @@ class PipetteAgent(LocalElasticAgent):
         termination: signals.Termination,
         **kwargs: Any,
     ) -> None:
-        # If TORCH_ELASTIC_WORKER_IDENTICAL is set, torch assumes equal nodes, and assigns ranks without asking the
-        # nodes.
+        # If TORCH_ELASTIC_WORKER_IDENTICAL is set, torch assigns ranks without asking the nodes.
         os.environ.pop("TORCH_ELASTIC_WORKER_IDENTICAL", None)
         self._handler = rendezvous_handler.AgentStoreHandler(
             spec.rdzv_handler, rendezvous_settings, is_round_over=self._is_round_over
@@ -161,8 +160,7 @@ class PipetteAgent(LocalElasticAgent):
             Worker(local, global_rank=one.rank, role_rank=one.rank, world_size=size, role_world_size=size)
             for local, one in enumerate(self._bindings)
         ]
-        # Under static rendezvous the decision orders agents by --node-rank, because torch promises GROUP_RANK ==
-        # --node-rank.
+        # Under static rendezvous the decision orders agents by --node-rank: torch promises GROUP_RANK == --node-rank.
         worker_group.group_rank = decision.place_of(self._token)
         worker_group.group_world_size = len(decision.tokens)
         key, self._store_of_phase = f"store/{decision.key}", None
@@ -205,8 +203,7 @@ class PipetteAgent(LocalElasticAgent):
         if self._phase is not None:
             self._streams, self._logs_specs = self._phase.open_logs()
         else:
-            # torch opens the streams of a function (--run-path) as files and seeks in them, so no pipe can replace
-            # them.
+            # torch seeks in the streams of a function (--run-path), so no pipe can replace these files.
             self._streams = None if callable(command.entrypoint) else Streams(self._on_line)
             self._logs_specs = WatchedLogs(self._user_logs, self._streams, self._starts)
             self._starts += 1
@@ -298,8 +295,7 @@ class PipetteAgent(LocalElasticAgent):
             signalled = True
             raise
         finally:
-            # Read the output again, because workers that got a signal may have printed more, for example about a saved
-            # checkpoint.
+            # Read the output again: workers that got a signal may have printed more, as about a saved checkpoint.
             self._drop_logs(patience_s=SIGNALLED_S if signalled else None)
             if self._round_store is not None and not signalled:
                 holds_store = self._round_store.is_coordinator or self._rendezvous_settings.may_host_store

@@ -73,8 +73,7 @@ class PeerWatch(LostFinder):
         try:
             with socket.create_connection((peer.address, peer.port), timeout=HOST_SILENCE_S) as connection:
                 store = connected(peer, within_s=HOST_SILENCE_S)
-                # Use poll(), because select() takes no descriptor above 1023 and the first agent has connections of all
-                # agents.
+                # Use poll(): select() takes no descriptor above 1023, and the first agent has all agents' connections.
                 ended = select.poll()
                 ended.register(connection, select.POLLIN)
                 self._has_answer.set()

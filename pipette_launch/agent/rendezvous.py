@@ -26,8 +26,7 @@ STATIC_PORT = 29500
 C10D_PORT = 29400
 """Default ports of torch's static and c10d rendezvous."""
 STATIC_JOIN_S, STATIC_READ_S = 900, 300
-"""Defaults of torch's static rendezvous: seconds to wait for the nodes and the store, and for each answer of the
-store."""
+"""Seconds for which torch's static rendezvous waits for the nodes and the store, and for each answer of the store."""
 C10D_JOIN_S, C10D_READ_S = 600, 60
 """Default seconds that torch's c10d rendezvous waits for the nodes, and for its store."""
 ADDRESS, ENDPOINT = "--master-addr", "--rdzv-endpoint"

@@ -37,8 +37,7 @@ CONNECT_S = 3.0
 SAY_AFTER_S = 10.0
 """Seconds until a node prints that it waits for the host of the rendezvous."""
 FOREIGN_S = 30.0
-"""Seconds between two attempts while another program listens on the port, because each attempt leaves a thread of torch
-behind."""
+"""Seconds between two attempts while another program holds the port: each attempt leaves a thread of torch behind."""
 PAUSE_S = 1.0
 NO_STORE = "what listens there does not answer as a rendezvous of torch"
 LISTENS = "0A"
@@ -241,8 +240,7 @@ class Waiting:
         self._settings = settings
         self._next_line_s = FIRST_LINE_S
         self.is_spare = False
-        """True if the job had all its nodes when this node came, so that this node trains only after another node is
-        lost."""
+        """True if the job had all its nodes when this node came. A spare trains only after another node is lost."""
         self._names: list[str] = []
         """Nodes present at the last look, kept because torch forgets these nodes after its time limit."""
 

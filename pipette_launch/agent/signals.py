@@ -62,8 +62,7 @@ def scontrol(*words: str) -> str:
 
 
 LOOK_S = 1.0
-# The shell reads lines of process ids until the launcher's end of the pipe closes, then kills the workers in the last
-# line.
+# The shell reads process ids until the launcher's end of the pipe closes, then kills the workers in the last line.
 PROGRAM = 'pids=; while read -r line; do pids=$line; done; for pid in $pids; do kill -9 "-$pid"; done'
 
 

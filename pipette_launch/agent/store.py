@@ -21,8 +21,7 @@ from pipette_launch.facts import files
 from pipette_launch.facts.messages import Decision
 
 FIRST_POLL_S, LAST_POLL_S = 0.02, 0.2
-"""First and longest pause (s) between two polls of a store. Pauses grow, so that hundreds of waiting nodes do not
-overload a store."""
+"""First and longest pause (s) between two polls. Pauses grow, so that hundreds of nodes do not overload a store."""
 MOST_BYTES = 4 << 20
 """Most bytes of one piece of a long text, because TCPStore accepts at most 8 MiB in one value."""
 BROKEN = "the connection to its store broke"

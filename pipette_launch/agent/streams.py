@@ -128,8 +128,7 @@ class Streams:
     def _loop(self) -> None:
         is_over = behind = False
         while not is_over:
-            # Output in a pipe ends this wait at once. The time limit serves to poll files, and to copy an old
-            # incomplete line.
+            # Output in a pipe ends this wait at once. The time limit serves files and old incomplete lines.
             sources = [key.data for key in self._selector.get_map().values() if key.data]
             due_s = min((source.held_until_s for source in sources), default=math.inf) - time.monotonic()
             wait_s = min(due_s, (0.0 if behind else FOLLOW_S) if self._files else math.inf)
@@ -188,8 +187,7 @@ class Streams:
                 if view:
                     select.select([], [console], [])
         except BrokenPipeError:
-            # Close the pipe, so that the worker's next write fails as under torchrun if the console's reader is gone
-            # (`| head`).
+            # If the console's reader is gone (`| head`), close the pipe: the next write fails as under torchrun.
             self._hang_up(reader)
         except OSError as error:
             logger.debug("the console takes no more: %s", error)

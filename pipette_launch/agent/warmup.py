@@ -37,8 +37,7 @@ SAMPLE_S = 1.0
 BUSY_SHARE = 0.03
 """A worker that computes for more than this share of the time is slow but does not hang."""
 AWAY_S = 5.0
-"""If an agent did not look at its workers for this time (s), the agent itself was stopped, and cannot judge its
-workers."""
+"""An agent that did not look at its workers for this time (s) was stopped itself, and cannot judge its workers."""
 SETTLE_S = 0.3
 """Seconds between an alarm and a look at the workers, because a dying worker closes its connections before it ends."""
 REPORT_S = 5.0
@@ -305,8 +304,7 @@ class Warmup(PhaseBeforeTraining):
             is_alive = sign_at_s > last.sign_at_s or computed_s - last.computed_s > BUSY_SHARE * since_s
             alive_s = now_s if is_alive else last.alive_s + (since_s if since_s > AWAY_S else 0.0)
             self._pulses[local] = _Pulse(sign_at_s, computed_s, alive_s)
-            # Before its first progress message a worker starts an interpreter, maybe from a slow disk. Only the
-            # deadline limits this start.
+            # Before its first message a worker starts an interpreter, maybe from a slow disk, until the deadline.
             if sign is not None and process.poll() is None and now_s - alive_s > sign.limit_s:
                 self._overdue.add(local)
                 self._is_hung |= not sign.waits_for

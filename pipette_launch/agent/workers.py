@@ -29,8 +29,7 @@ OUTPUT_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 UNINTERRUPTIBLE = "disk-sleep"
 """psutil's name for a process that waits inside the kernel and takes no signal."""
 STOPPED_S = 30.0
-"""Seconds after which a stopped worker (SIGSTOP, SIGTSTP) is killed, because other workers wait for it in a
-collective."""
+"""Seconds after which a stopped worker (SIGSTOP, SIGTSTP) is killed, because others wait for it in a collective."""
 LOOK_S = 1.0
 OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 MOST_CHARACTERS = 300
@@ -81,8 +80,7 @@ def visible_devices(inherited: str | None, bound: Sequence[DeviceBinding]) -> di
 
 def processes(context: PContext | None) -> dict[int, Popen[bytes]]:
     """Return the worker processes that torch has started, by local rank."""
-    # torch starts programs in a SubprocessContext. Functions (--run-path) run in another context, but never in a
-    # warm-up.
+    # torch starts functions (--run-path) in another context, but a warm-up never runs a function.
     assert isinstance(context, SubprocessContext)
     return {local: handler.proc for local, handler in context.subprocess_handlers.items()}
 

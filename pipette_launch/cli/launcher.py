@@ -343,6 +343,5 @@ def _without_torch_warnings() -> Iterator[None]:
     try:
         yield
     finally:
-        # torch reads TORCH_CPP_LOG_LEVEL at import. Remove the variable afterwards, so that workers keep torch's
-        # warnings.
+        # torch has read TORCH_CPP_LOG_LEVEL at import. Remove the variable, so that workers keep torch's warnings.
         del os.environ[name]

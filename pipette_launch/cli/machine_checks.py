@@ -38,8 +38,7 @@ LEAST_SHARED_BYTES = 64 << 20
 """Shared memory for each device: NCCL's buffers for peers on the same host, and batches of data loaders."""
 ENOUGH_SHARED_BYTES = 1 << 30
 ENOUGH_FILES = 4096
-"""Number of open files that a process may need: a rank connects to all ranks of its groups, and the first agent to all
-ranks."""
+"""Open files that a process may need: a rank connects to the ranks of its groups, the first agent to all ranks."""
 
 
 def examine(args: Namespace) -> Checkup:

@@ -48,8 +48,7 @@ class Planner:
         self._environ = environ
         self._least_nodes = least_nodes
         self.batch: int | None = None
-        """Global batch size of the training so far, on any number of ranks; None at the start. With this batch size
-        the user's own configuration may be illegal on the present ranks."""
+        """Global batch size of the training so far; None at the start. The user's own layout may be illegal with it."""
         self.versions: dict[str, str] = {}
         self.job: Job | None = None
         """Job as read for the present decision; None before the first successful reading."""
@@ -208,8 +207,7 @@ class Planner:
         except (OSError, PipetteError) as error:
             logger.warning("report or trace is missing beside %s: %s", path, error)
         except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):
-            # Catch no other exceptions, because a signal to the launcher also raises an exception, which must end the
-            # job.
+            # Catch no other exceptions: a signal to the launcher also raises an exception, which must end the job.
             logger.exception("report or trace is missing beside %s; the job goes on with its plan", path)
 
     # -- after a failure or the loss of a host --------------------------------------------------------------------

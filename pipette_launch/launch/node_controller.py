@@ -186,8 +186,7 @@ class NodeController(Controller):
             self._slowdown = Slowdown(self._options.watch_limit, restarts=restarts)
         if decision.phase == "warmup":
             self._measured_from_s, num_ranks = time.monotonic(), sum(decision.num_slots)
-            # The time limit of a warm-up exceeds its budget, because workers may start late and a phase may end after
-            # the budget.
+            # The limit exceeds the budget: workers may start late, and a phase may end after the budget.
             self.warmup_deadline_s = wait_s(num_ranks, START_S) + wait_s(num_ranks, self._options.budget_s)
         plan = decision.plan
         if plan is None or decision.phase != "train":

@@ -20,8 +20,7 @@ ITERATIONS = 20
 STEADY_S = 10.0
 """Least duration (s) of an outcome's steady iterations, because the speed of machines varies from second to second."""
 COMPLETE = 2
-"""First iteration in which activations and optimizer states coexist. Iteration 1 creates the optimizer states at its
-end."""
+"""First iteration with activations and optimizer states, which iteration 1 creates at its end."""
 WARM_UPS = 5
 """Number of first iterations that an outcome skips, because they include compilation and the start of communicators."""
 IGNORED_STEPS = 10

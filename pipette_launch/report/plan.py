@@ -64,9 +64,9 @@ def plan_screen(
 ) -> str:
     """Draw the launcher's screen of a plan: measurements, choice, reasons, and changes of the script's flags.
 
-    `measurements` is None for a plan from the cache or a file, and `new_arguments` for the user's own arguments.
-    `saved_to` is the plan file and `drawn_to` the HTML report, each None if there is none. `unsaved` is the reason why
-    no file was written, with a remedy; empty if no file was requested.
+    `measurements` priced the plan; None for a plan from the cache or a file. `new_arguments` follow the plan; None for
+    the user's own arguments. `saved_to` is the plan file and `drawn_to` the HTML report; None for no file. `unsaved` is
+    the reason why no file was written, with a remedy; empty if no file was requested.
     """
     wide = columns(sys.stderr)
     where = _where(saved_to, drawn_to, otherwise="--pipette-verbose shows them")

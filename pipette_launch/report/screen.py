@@ -121,8 +121,7 @@ def screen(title: str, sections: Iterable[Section], *, has_gaps: bool = True, st
 
 
 NOT_MODELLED = "Not modelled: "
-"""Start of a note about an effect that the cost model omits. Most screens only count the notes with this start, and
-plan files list the notes."""
+"""Start of a note about an effect that the cost model omits. Most screens only count such notes."""
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
 TELLING = re.compile(
     r"own configuration|user's own layout .* is ruled out|own layout could not be priced|something else may be running|"
@@ -201,7 +200,7 @@ BETWEEN = "   "
 def flag_lines(
     arguments: Sequence[str], new_arguments: Sequence[str] | None, *, width: int = 0, most: int | None = None
 ) -> Iterator[Text]:
-    """Return the changes of the script's flags; `new_arguments` is None for the user's own arguments.
+    """Return the changes of the script's flags from `arguments` to `new_arguments` (None for no changes).
 
     At most `most` lines of `width` columns have several changes each; None puts one change on each line.
     """

@@ -28,8 +28,7 @@ CHOSEN, PROFILED, OWN, STEPS, LAYERS, LINKS = range(1, 7)
 """Process numbers (`pid`) of the views in the trace."""
 PASSES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 MOST_PASSES = 10_000
-"""Largest number of drawn passes over all ranks. A longer predicted step shows the first and last passes of each rank,
-and a longer profiled step shows the first passes."""
+"""Most drawn passes over all ranks: the first and last passes of a predicted step, or the first ones of a profile."""
 MOST_TRACKS = 100
 """Largest number of tracks of layers. A track shows layers with the same sizes."""
 MOST_LINKS = 300
@@ -52,7 +51,7 @@ def trace_text(
     """Return the trace of a plan as JSON text; raises PlanError if the profiled passes belong to another plan.
 
     Without the `measurements` that priced the plan, layers and links are left out. Without a `picture`, the passes are
-    left out. The `outcome` of the training is None without a training.
+    left out. `outcome` belongs to the training; None without a training.
     """
     left_out: list[str] = []
     events: list[Event] = []

@@ -309,8 +309,7 @@ MOST_HOSTS = 2048
 MOST_STAGES_NAMED = 32
 PASSES = ("forward", "backward")
 MOST_CELLS = 64
-"""Largest number of rows of a matrix. On larger jobs, a row stands for several neighbouring hosts, and shows their
-slowest link."""
+"""Most rows of a matrix. On larger jobs, a row stands for neighbouring hosts, and shows their slowest link."""
 LEVELS = 7
 
 
@@ -434,16 +433,14 @@ def _matrix(
     """Sort hosts by `order`, and join neighbouring hosts into blocks. Each block shows its slowest link's rate."""
     least = math.ceil(len(order) / MOST_CELLS)
     largest = max(np.bincount(list(island_of.values())), default=0)
-    # A block has the least number of hosts that gives at most MOST_CELLS rows, or a larger number that divides the
-    # largest island.
+    # A block's size is the smallest divisor of the largest island that gives at most MOST_CELLS rows, if one exists.
     size = next((size for size in range(least, largest + 1) if largest % size == 0), least)
     starts = list(range(0, len(order), size))
     blocks = [order[first : first + size] for first in starts]
     ordered = rates_HH[np.ix_(order, order)]
     np.fill_diagonal(ordered, np.inf)
     rates_BB = np.minimum.reduceat(np.minimum.reduceat(ordered, starts, axis=0), starts, axis=1)
-    # Levels are equal steps of the rate's logarithm: the slowest rate has level 0, and a block without links has level
-    # -1.
+    # Levels are equal steps of the logarithm of the rate: 0 for the slowest, and -1 for a block without links.
     place_BB = np.log(np.minimum(rates_BB, scale[1]) / scale[0]) / math.log(scale[1] / scale[0])
     level_BB = np.where(np.isinf(rates_BB), -1, np.minimum(place_BB * LEVELS, LEVELS - 1).astype(np.int64))
     paths = [
@@ -473,7 +470,7 @@ def plan_page(
     """Draw a plan as one HTML file without network requests; raises PipetteError if jinja2 is not installed.
 
     Without the `measurements` that priced the plan, links, layer times and verdicts are left out. Without a `picture`,
-    the timeline and the split of memory are left out. The `outcome` of the training is None after a short training.
+    the timeline and the split of memory are left out. `outcome` belongs to the training; None after a short training.
     """
     runs = " ".join(sorted({_run(choice.layout, choice.placement) for choice in (*plan.candidates(), plan.own)}))
     template = _environment().get_template("page.html")

@@ -8,14 +8,8 @@ from types import ModuleType
 
 from pipette_launch.errors import PipetteError
 
-MODULES = {
-    "numpy": "numpy",
-    "psutil": "psutil",
-    "nvidia-ml-py": "pynvml",
-    "packaging": "packaging",
-    "jinja2": "jinja2",
-    "rich": "rich",
-    "torch": "torch",
+MODULES = {"nvidia-ml-py": "pynvml"} | {
+    name: name for name in ("numpy", "psutil", "packaging", "jinja2", "rich", "torch")
 }
 """Imported module of each required package. megatron-core is not listed, because a source checkout may replace it."""
 

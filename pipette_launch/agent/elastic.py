@@ -367,10 +367,9 @@ class PipetteAgent(LocalElasticAgent):
 def run(
     args: Namespace, make_controller: Callable[[rendezvous.RendezvousSettings], Controller], *, advice: str = ""
 ) -> None:
-    """Run a job as torchrun would, with Pipette's agent instead of torch's.
+    """Run a job as torchrun would, with Pipette's agent instead of torch's; all code around the agent is torch's own.
 
-    All code around the agent is the installed torch's own: launch settings, error files, the end of the rendezvous,
-    exit codes. `advice` is the last sentence of error messages about launchers that fail to meet.
+    `advice` is the last sentence of error messages about launchers that fail to meet.
     """
     drop_shared_monitor(os.environ, num_workers=torchrun.determine_local_world_size(args.nproc_per_node))
     is_tcp = args.rdzv_backend in ("static", "c10d") and not rendezvous.is_file(args)

@@ -305,7 +305,7 @@ class Membership:
         # PeerWatch observes the next agent in the list, and ReachSweep connects to all remaining agents in turn.
         turned = (*self._members[place + 1 :], *self._members[:place])
         others = [member for member in turned if member.token not in self._out_of_reach]
-        self._finders = (PeerWatch(others[0]), ReachSweep(others[1:])) if others else ()
+        self._finders = (PeerWatch(others[:1]), ReachSweep(others[1:])) if others else ()
         self._round_store = RoundStore(
             store,
             place,
@@ -360,8 +360,7 @@ def out_of_reach(
 ) -> dict[str, str]:
     """Return the tokens of the agents to leave out, each with a reason: an address that cannot reach the agent.
 
-    Agents on `standby`, which have no workers, are left out before other agents. `cut` has the tokens of each pair of
-    agents that cannot reach each other.
+    `cut` are pairs of agents that cannot reach each other. Agents on `standby`, without workers, are left out first.
     """
     address = {agent.token: agent.address for agent in agents}
     left_out = best_left_out(cut, sorted(address, key=lambda token: token in standby))

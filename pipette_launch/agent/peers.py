@@ -36,8 +36,10 @@ SWEEP_S = 60.0
 class LostFinder(threading.Thread):
     """Thread that looks for lost agents, and ends when an agent is lost."""
 
-    def __init__(self, peers: Sequence[Member], name: str) -> None:
-        super().__init__(name=name, daemon=True)
+    NAME = "pipette-reach"
+
+    def __init__(self, peers: Sequence[Member]) -> None:
+        super().__init__(name=self.NAME, daemon=True)
         self.peer = peers[0] if peers else None
         """Agent that is lost, or was checked last; None if no agents are to be checked."""
         self.lost = ""
@@ -58,8 +60,7 @@ class LostFinder(threading.Thread):
 class PeerWatch(LostFinder):
     """Thread that watches one other agent by an open connection."""
 
-    def __init__(self, peer: Member) -> None:
-        super().__init__([peer], f"{STORE_THREAD}-watch")
+    NAME = f"{STORE_THREAD}-watch"
 
     def run(self) -> None:
         """Watch the agent until it is lost. After a fault of this process, connect again."""
@@ -93,9 +94,6 @@ class PeerWatch(LostFinder):
 class ReachSweep(LostFinder):
     """Thread that connects to the other agents in turn, until an agent is lost."""
 
-    def __init__(self, peers: Sequence[Member]) -> None:
-        super().__init__(peers, "pipette-reach")
-
     def run(self) -> None:
         """Connect to each agent about once in `SWEEP_S`."""
         pause_s = min(PAUSE_S, SWEEP_S / len(self._peers))
@@ -109,10 +107,9 @@ class ReachSweep(LostFinder):
 
 
 def connected(peer: Member, *, within_s: float) -> Store:
-    """Return a client of an agent's store.
+    """Return a client of an agent's store; raises RuntimeError if no store listens at this address.
 
-    Raises TimeoutError if the store does not answer. torch itself would wait for ever for the store of a stopped
-    process. Raises RuntimeError if no store listens at this address.
+    Raises TimeoutError if the store does not answer. torch itself would wait for ever for a stopped process.
     """
     return within(within_s, lambda: TCPStore(peer.address, peer.port, is_master=False, wait_for_workers=False))
 

@@ -112,8 +112,7 @@ def _unresolved(host: str) -> str:
 def await_store(settings: RendezvousSettings, environ: Mapping[str, str] = os.environ) -> None:
     """Wait until another process's rendezvous store answers, and print that this node waits.
 
-    Raises ClusterError if the store does not answer for as long as torch would wait, or if another program of this
-    machine holds the port.
+    Raises ClusterError after torch's own time limit, or if another program of this machine holds the port.
     """
     host, port = settings.host_and_port
     if not settings.is_client:

@@ -162,8 +162,7 @@ class RoundStore(AgentStore):
     ) -> None:
         """Begin a round; the coordinator decides for all agents and holds the store.
 
-        `group_rank` is the index of this agent in the round, and `generation` is the name of the round. `find_lost`
-        returns which other agent is gone and why; empty if no agent is gone.
+        `group_rank` is the agent's index in the round. `find_lost` returns which agent is gone and why, or "".
         """
         super().__init__(store, f"pipette/{generation}", is_own=is_coordinator)
         self.generation = generation

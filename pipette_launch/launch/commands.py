@@ -135,8 +135,7 @@ def training(
 ) -> WorkerCommand:
     """Return the command that runs the user's script under a decision.
 
-    `arguments` are torchrun's arguments of `entrypoint` and end with the script's arguments. `folder` is a private
-    folder of this node, for the pipeline schedule of a patched script.
+    `arguments` of `entrypoint` end with the script's arguments. `folder` is private, for a patched script's schedule.
     """
     given = len(options.script_arguments)
     head = list(arguments[: len(arguments) - given])

@@ -335,8 +335,7 @@ class Coordinator:
     ) -> Decision:
         """Decide the next phase of all nodes.
 
-        `held` is the decision of the last round; None in the first round. `lost` has the reason for each host that
-        cannot train, because the host is gone or out of reach of other hosts.
+        `held` is the last round's decision; None at first. `lost` maps hosts that are gone or out of reach to reasons.
         """
         self._is_start = held is None
         self._keep_batch(held)

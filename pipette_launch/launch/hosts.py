@@ -75,8 +75,7 @@ def unique_names(records: Sequence[NodeRecord], held: Mapping[str, str] | None =
 def hosts_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[Host, ...]:
     """Return the job's hosts under unique names.
 
-    Raises ClusterError if the nodes differ in a way that no plan allows, and UsageError if a node lacks something
-    that a flag needs.
+    Raises ClusterError if no plan allows the nodes' differences, and UsageError if a node lacks what a flag needs.
     """
     for record, name in zip(records, names, strict=True):
         if record.trouble:

@@ -44,7 +44,6 @@ OF_ATTEMPT = (*MEASURED, "warmup_phase", "warmup_done", "warmup_total", "warmup_
 EMPTY = LiveJob(read_s=0.0, written_s=0.0)
 ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-NEEDED = "opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http"
 FLUSH_MS = 5000
 """Longest time (ms) that the end of a job waits for the OpenTelemetry collector."""
 
@@ -308,7 +307,8 @@ class Spans:
             resource = import_module("opentelemetry.sdk.resources").Resource.create({"service.name": "pipette-launch"})
         except ImportError:
             self._is_wanted = False
-            logger.warning("an OTLP endpoint is set, but no spans are sent: install %s", NEEDED)
+            packages = "opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http"
+            logger.warning("an OTLP endpoint is set, but no spans are sent: install %s", packages)
             return False
         self._provider = sdk.TracerProvider(resource=resource)
         self._provider.add_span_processor(export.BatchSpanProcessor(exporter))

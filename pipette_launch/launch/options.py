@@ -121,8 +121,7 @@ class Script:
     def read(self, world_size: int, device_kind: str, *, global_batch_size: int | None = None) -> Job:
         """Read the job for `world_size` ranks; raises the same errors as `megatron.read_job`.
 
-        A `global_batch_size` is the batch size of the same job on another number of ranks. The user's own configuration
-        may then be illegal on `world_size` ranks.
+        With the `global_batch_size` of another number of ranks, the user's own configuration may be illegal.
         """
         words = self._options.script_arguments
         if global_batch_size is not None and megatron.global_batch_size(words) is None:

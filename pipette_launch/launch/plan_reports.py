@@ -159,10 +159,9 @@ def _picture(plan: Plan, measured: Measurements) -> Picture:
 
 
 def read_profile(folder: Path) -> tuple[ProfiledRank, ...]:
-    """Read all traces in a folder, in the order of ranks.
+    """Read the newest trace of each rank in a folder, in the order of ranks.
 
-    If a rank has several traces, only the rank's newest trace is read. Raises MegatronError for no or too many traces,
-    and FileFormatError for a trace that has no passes or is damaged.
+    Raises MegatronError for no or too many traces, and FileFormatError for a trace that has no passes or is damaged.
     """
     paths = sorted(folder.glob("*.pt.trace.json"), key=lambda path: path.stat().st_mtime)
     if not 0 < len(paths) <= MOST_RANKS:

@@ -40,7 +40,6 @@ RENDEZVOUS = (
     *("node_rank", "master_addr", "master_port"),
 )
 """Flags that set which nodes meet at which address. If the user gives one of these flags, the step sets no flags."""
-WITH_RENDEZVOUS = ("nproc_per_node", "local_addr")
 MEET_S = 300.0
 """Longest wait of a task for the first task of its node, because imports from a busy file system take minutes."""
 LATE_S = 60.0
@@ -90,8 +89,7 @@ class SlurmStep:
     def processes(self) -> int | None:
         """Return the number of workers: one per task, or one per GPU of a lone task.
 
-        The number is None for the default of torchrun's --nproc-per-node. Raises UsageError if the task that starts all
-        workers sees fewer GPUs than there are tasks.
+        None keeps torchrun's default. Raises UsageError if the task that starts all workers sees too few GPUs.
         """
         if self.num_tasks == 1:
             return self.num_gpus
@@ -216,7 +214,7 @@ def _reachable(node: str) -> str:
 def given_flags(parser: ArgumentParser, words: Sequence[str], environ: Mapping[str, str]) -> set[str]:
     """Return the flags of `RENDEZVOUS` that the user gave, on the command line or as torchrun's PET_ variables."""
     unset = object()
-    names = (*RENDEZVOUS, *WITH_RENDEZVOUS)
+    names = (*RENDEZVOUS, "nproc_per_node", "local_addr")
     # argparse overwrites an existing attribute only if the command line has the attribute's flag.
     read = parser.parse_args(list(words), Namespace(**dict.fromkeys(names, unset)))
     return {name for name in names if getattr(read, name) is not unset or f"PET_{name.upper()}" in environ}

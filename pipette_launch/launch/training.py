@@ -217,8 +217,7 @@ def has_trained(
 ) -> bool:
     """Return whether a job that died without printing an iteration counts as trained, so that its plan is kept.
 
-    `lived_s` is the time from the workers' start to the first worker's death. `saved_before` and `saved_now` name the
-    newest checkpoint at the workers' start and at the first death.
+    `lived_s` is the time from start to first death; `saved_before` and `saved_now` name the newest checkpoint at both.
     """
     return (
         saved_now != saved_before

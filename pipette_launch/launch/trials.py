@@ -19,7 +19,6 @@ from pipette_launch.planning.replan import why_to_give_up
 from pipette_launch.text import seconds_text
 
 CHECKED = "all-gather and reduce-scatter of 1 to 64 MB returned every value in its place"
-SEE = "see NVIDIA/nccl#1906"
 
 
 # -- the check of a device order, because with permuted devices NCCL may return wrong slices without an error ----------
@@ -56,7 +55,7 @@ def failed(plan: Plan, choice: Choice, failure: Failure) -> tuple[Plan, str]:
         )
         return replace(plan, chosen=chosen, alternatives=tuple(alternatives))
 
-    why = f"devices stay in order inside hosts: with {order_words(plan, choice)} {failure.cause} ({SEE})"
+    why = f"devices stay in order inside hosts: with {order_words(plan, choice)} {failure.cause} (see NVIDIA/nccl#1906)"
     reasons = (f"{why[0].upper()}{why[1:]}.", *plan.reasons)
     return replace(in_order(plan), templates=tuple(map(in_order, plan.templates)), reasons=reasons), why
 

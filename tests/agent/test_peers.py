@@ -57,7 +57,7 @@ def test_an_agent_that_ends_is_found_at_once(monkeypatch: pytest.MonkeyPatch) ->
     """By its kernel, before it is asked again."""
     monkeypatch.setattr(peers, "PAUSE_S", 30.0)
     with agent() as (process, member):
-        watch = PeerWatch(member)
+        watch = PeerWatch([member])
         assert "" == lost(watch, 0.5)
         process.kill()
 
@@ -70,7 +70,7 @@ def test_an_agent_that_is_stopped_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     """Its kernel still answers, it does not."""
     monkeypatch.setattr(peers, "HOST_SILENCE_S", 1.0)
     with agent() as (process, member):
-        watch = PeerWatch(member)
+        watch = PeerWatch([member])
         assert "" == lost(watch, 2.5)
         process.send_signal(signal.SIGSTOP)
 
@@ -82,7 +82,7 @@ def test_a_busy_agent_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose Python computes without a pause answers from another thread."""
     monkeypatch.setattr(peers, "PAUSE_S", 0.05)
     with agent("sum(range(10 ** 12))") as (_, member):
-        watch = PeerWatch(member)
+        watch = PeerWatch([member])
 
         assert "" == lost(watch, 3.0)
         watch.stop()
@@ -91,7 +91,7 @@ def test_a_busy_agent_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_watch_that_is_over_says_nothing() -> None:
     """The end of the job is no loss."""
     with agent() as (process, member):
-        watch = PeerWatch(member)
+        watch = PeerWatch([member])
         assert "" == lost(watch, 0.3)
         watch.stop()
         process.kill()
@@ -132,7 +132,7 @@ def test_a_watch_works_where_very_many_files_are_open(monkeypatch: pytest.Monkey
         opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
         for _ in range(1100):
             opened.callback(os.close, os.dup(0))
-        watch = PeerWatch(member)
+        watch = PeerWatch([member])
         assert "" == lost(watch, 1.0)
         process.kill()
 
@@ -151,7 +151,7 @@ def test_a_watch_goes_on_after_a_fault_of_this_process(monkeypatch: pytest.Monke
     with agent() as (process, member):
         monkeypatch.setattr(peers.socket, "create_connection", fail_at_first)
         monkeypatch.setattr(peers, "connected", failing_once(RuntimeError("can't start new thread")))
-        watch = PeerWatch(member)
+        watch = PeerWatch([member])
         assert "" == lost(watch, 2.0)
         process.kill()
 

@@ -13,19 +13,6 @@ from pipette_launch.probe.messages import Sign, last_error, last_sign
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
-    """Description of a node by torchrun's flags."""
-
-    entrypoint: str | Callable[..., Any]
-    """Program or function that torchrun would start as a worker."""
-    arguments: tuple[str, ...]
-    num_slots: int
-    address: str
-    interruption: type[Exception]
-    """Exception that a signal to the agent raises. It must reach torch, and does not count as a failure."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerCommand:
     """The command that runs on every slot (device) of this node."""
 
@@ -48,8 +35,11 @@ class Controller(ABC):
     """Sentence about slower training steps if the slowdown is a reason to measure all machines again; else empty."""
 
     @abstractmethod
-    def begin(self, node: Node) -> str:
-        """Store the description of this node; return the token that names the agent."""
+    def begin(self, script: WorkerCommand, *, num_slots: int, address: str, interruption: type[Exception]) -> str:
+        """Describe this node, which would run `script` under torchrun; return the token that names the agent.
+
+        A signal to the agent raises `interruption`, which must reach torch, and does not count as a failure.
+        """
 
     @abstractmethod
     def record(self, *, attempt: int, verdict: AttemptEnd, failure: Failure | None) -> NodeRecord:

@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher
 
 from pipette_launch.agent import rendezvous, rendezvous_handler, signals, workers
-from pipette_launch.agent.controller import Controller, Node
+from pipette_launch.agent.controller import Controller, WorkerCommand
 from pipette_launch.agent.membership import LEFT_OUT, Membership, Rejoin
 from pipette_launch.agent.phases import NEWS_S, Attempt, FirstIteration, PhaseBeforeTraining
 from pipette_launch.agent.store import PEER_WAIT_S, RoundOver, RoundStore, await_all, say_goodbye
@@ -93,14 +93,11 @@ class PipetteAgent(LocalElasticAgent):
         self._first_iteration: FirstIteration | None = None
         self._phase: PhaseBeforeTraining | None = None
         """Warm-up or trial of this round; None during a training."""
-        node = Node(
-            entrypoint=spec.entrypoint or sys.executable,
-            arguments=tuple(str(word) for word in spec.args),
-            num_slots=spec.local_world_size,
-            address=self._address,
-            interruption=SignalException,
+        arguments = tuple(str(word) for word in spec.args)
+        script = WorkerCommand(entrypoint=spec.entrypoint or sys.executable, arguments=arguments, environment={})
+        self._token = controller.begin(
+            script, num_slots=spec.local_world_size, address=self._address, interruption=SignalException
         )
-        self._token = controller.begin(node)
         self._membership = Membership(self._token, self._address, rendezvous_settings.node_rank)
 
     @property

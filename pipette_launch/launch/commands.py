@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pipette_launch.agent.controller import WorkerCommand
 from pipette_launch.errors import UsageError
@@ -125,20 +125,12 @@ def _python() -> str:
 # -- the training -------------------------------------------------------------------------------------------------
 
 
-def training(
-    decision: Decision,
-    options: Options,
-    entrypoint: str | Callable[..., Any],
-    arguments: Sequence[str],
-    *,
-    folder: Path,
-) -> WorkerCommand:
-    """Return the command that runs the user's script under a decision.
+def training(decision: Decision, options: Options, script: WorkerCommand, *, folder: Path) -> WorkerCommand:
+    """Return the command that runs the user's script under a decision; `folder` is private, for a schedule.
 
-    `arguments` of `entrypoint` end with the script's arguments. `folder` is private, for a patched script's schedule.
+    The arguments of `script`, which torchrun would run, end with the script's own arguments.
     """
-    given = len(options.script_arguments)
-    head = list(arguments[: len(arguments) - given])
+    head = list(script.arguments[: len(script.arguments) - len(options.script_arguments)])
     tail = list(options.script_arguments if decision.script_arguments is None else decision.script_arguments)
     patches, environment = decision.patches, {**_wandb_notes(decision, options), **decision.environment}
     if decision.choice is not None and decision.choice.order is not None:
@@ -147,10 +139,10 @@ def training(
         patches, environment = (*patches, SCHEDULES), {**environment, schedule.VARIABLE: str(path)}
     if patches:
         # `-u [-m] SCRIPT` becomes `-u -m pipette_patches.run --patch NAME -- [-m] SCRIPT`.
-        unbuffered, *script = head
+        unbuffered, *module_or_file = head
         named = [word for name in patches for word in ("--patch", name)]
-        head = [unbuffered, "-m", PATCH_RUNNER, *named, "--", *script]
-    return WorkerCommand(entrypoint=entrypoint, arguments=(*head, *tail), environment=environment)
+        head = [unbuffered, "-m", PATCH_RUNNER, *named, "--", *module_or_file]
+    return replace(script, arguments=(*head, *tail), environment=environment)
 
 
 def _wandb_notes(decision: Decision, options: Options) -> dict[str, str]:

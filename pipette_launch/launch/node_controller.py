@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipette_launch import megatron
 from pipette_launch.agent import elastic
-from pipette_launch.agent.controller import Controller, Node, WorkerCommand
+from pipette_launch.agent.controller import Controller, WorkerCommand
 from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.facts import Choice, files
 from pipette_launch.facts.messages import AttemptEnd, Decision, Failure, NodeRecord, TrialReport
@@ -87,13 +87,13 @@ class NodeController(Controller):
         self._terminal = Terminal(options)
         self._leads, self._measured_from_s, self._num_iterations = False, 0.0, 0
 
-    def begin(self, node: Node) -> str:
+    def begin(self, script: WorkerCommand, *, num_slots: int, address: str, interruption: type[Exception]) -> str:
         """Describe this node; return the token that identifies this node's agent."""
-        self._node = node
+        self._script, self._interruption = script, interruption
         self._coordinator = Coordinator(
             self._options,
             self._folder,
-            interruption=node.interruption,
+            interruption=interruption,
             least_nodes=self._rendezvous_settings.least_nodes,
             is_static=self._rendezvous_settings.node_rank >= 0,
         )
@@ -101,7 +101,7 @@ class NodeController(Controller):
             token=self._token,
             host=None,
             trouble="",
-            num_slots=node.num_slots,
+            num_slots=num_slots,
             node_rank=self._rendezvous_settings.node_rank,
             script_digest=files.digest(self._options.script, self._options.script_arguments),
             versions={},
@@ -110,7 +110,7 @@ class NodeController(Controller):
             failure=None,
             max_restarts=self._options.max_restarts,
         )
-        self._record = described(bare, node.address, self._options.device)
+        self._record = described(bare, address, self._options.device)
         self._host = self._record.host
         return self._token
 
@@ -171,7 +171,7 @@ class NodeController(Controller):
                 self._terminal.begin(
                     lambda elapsed_s: trial_progress(decision, self._num_iterations, elapsed_s, asked=asked)
                 )
-        except self._node.interruption:
+        except self._interruption:
             raise
         except Exception:
             logger.exception("the plan could not be shown; the job goes on")
@@ -207,8 +207,7 @@ class NodeController(Controller):
             # The check of the device order covers all devices of this node, and each group of `tp` ranks.
             return commands.probe("order_check", plan.device_kind, choice.layout.tp, *decision.ranks_of(self._token))
         if decision.phase != "warmup":
-            node = self._node
-            return commands.training(decision, self._options, node.entrypoint, node.arguments, folder=self._folder)
+            return commands.training(decision, self._options, self._script, folder=self._folder)
         shutil.rmtree(self.progress_folder, ignore_errors=True)
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self.progress_folder.mkdir()
@@ -296,7 +295,7 @@ class NodeController(Controller):
         try:
             for trouble in inventory.await_memory(self._host):
                 self._terminal.warn(trouble)
-        except self._node.interruption:
+        except self._interruption:
             raise
         except Exception:
             logger.exception("the free memory of the devices cannot be read; the job goes on")

@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed.run import get_args_parser
 
 from pipette_launch.agent import elastic, trial
-from pipette_launch.agent.controller import Controller, Node, WorkerCommand
+from pipette_launch.agent.controller import Controller, WorkerCommand
 from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.agent.signals import end_at_once
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
@@ -49,8 +49,8 @@ class ScriptedController(Controller):
         self.measured_path = self.folder / f"measured-{self.host}"
         self.measured_path.write_text(f"measured by {self.host}")
 
-    def begin(self, node: Node) -> str:
-        self.entrypoint, self.arguments, self.num_slots = node.entrypoint, node.arguments, node.num_slots
+    def begin(self, script: WorkerCommand, *, num_slots: int, **_: Any) -> str:
+        self.entrypoint, self.arguments, self.num_slots = script.entrypoint, script.arguments, num_slots
         self.token = uuid.uuid4().hex
         return self.token
 

@@ -11,12 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launch.worlds import plan
 
+from pipette_launch.agent.controller import WorkerCommand
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import ComputeCase, Layout, files
 from pipette_launch.facts.messages import Decision
 from pipette_launch.facts.schedule import ScheduleFile, interleaved_zero_bubble
 from pipette_launch.launch.commands import SIZE_LIMITS_BYTES, message_sizes_bytes, probe_options, training
 from pipette_launch.launch.options import Options
+
+
+def script(*arguments: str) -> WorkerCommand:
+    """A script as torchrun would run it."""
+    return WorkerCommand(entrypoint="python", arguments=arguments, environment={})
 
 
 def test_sizes_of_a_gpt_by_hand() -> None:
@@ -69,16 +75,15 @@ def test_own_configuration_is_torchruns_own_command() -> None:
     """Without a plan nothing is added, removed or reordered."""
     words = ("-u", "train.py", "--lr", "1")
 
-    assert words == training(DECISION, OPTIONS, "python", words, folder=NOWHERE).arguments
+    assert words == training(DECISION, OPTIONS, script(*words), folder=NOWHERE).arguments
 
 
 def test_arguments_are_exchanged() -> None:
     """Only words after the script's name change; torchrun's own words before it stay."""
     planned = replace(DECISION, script_arguments=("--lr", "1", "--micro-batch-size", "2"), environment={"A": "1"})
 
-    command = training(
-        planned, OPTIONS, "python", ("-u", "train.py", "--local-rank=${local_rank}", "--lr", "1"), folder=NOWHERE
-    )
+    given = script("-u", "train.py", "--local-rank=${local_rank}", "--lr", "1")
+    command = training(planned, OPTIONS, given, folder=NOWHERE)
 
     assert ("-u", "train.py", "--local-rank=${local_rank}", "--lr", "1", "--micro-batch-size", "2") == command.arguments
     assert {"A": "1"} == command.environment
@@ -92,7 +97,7 @@ def test_a_run_of_wandb_says_which_plan_it_follows(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("WANDB_NOTES", raising=False)
 
     def notes(decision: Decision, options: Options) -> str | None:
-        return training(decision, options, "python", words, folder=NOWHERE).environment.get("WANDB_NOTES")
+        return training(decision, options, script(*words), folder=NOWHERE).environment.get("WANDB_NOTES")
 
     assert str(notes(planned, asked)).startswith("pipette-launch: tp1 pp2 dp1 mbs1, 1f1b, ")
     assert str(notes(replace(planned, attempt=9), asked)).startswith("pipette-launch: your own configuration: ")
@@ -107,7 +112,7 @@ def test_patches_go_before_the_script() -> None:
     """The wrapper runs the script, or the module, with the same words."""
     patched = replace(DECISION, patches=("cpu_backend",))
 
-    command = training(patched, OPTIONS, "python", ("-u", "-m", "train.py", "--lr", "1"), folder=NOWHERE)
+    command = training(patched, OPTIONS, script("-u", "-m", "train.py", "--lr", "1"), folder=NOWHERE)
 
     assert "-u -m pipette_patches.run --patch cpu_backend -- -m train.py --lr 1" == " ".join(command.arguments)
 
@@ -120,7 +125,7 @@ def test_a_schedule_goes_with_the_script_as_a_file(tmp_path: Path) -> None:
         DECISION, plan=replace(made, chosen=replace(made.chosen, order=order)), patches=("cpu_backend",)
     )
 
-    command = training(scheduled, OPTIONS, "python", ("-u", "train.py", "--lr", "1"), folder=tmp_path)
+    command = training(scheduled, OPTIONS, script("-u", "train.py", "--lr", "1"), folder=tmp_path)
 
     assert "--patch cpu_backend --patch schedules --" in " ".join(command.arguments)
     assert order == files.read(Path(command.environment["PIPETTE_SCHEDULE"]), ScheduleFile)

@@ -10,7 +10,7 @@ import pytest
 from gpu_rules.nvml import FakeNvml, install
 from launch.worlds import options, plan, records
 
-from pipette_launch.agent.controller import Node
+from pipette_launch.agent.controller import WorkerCommand
 from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.facts import Layout, Plan, files
 from pipette_launch.facts.messages import Decision
@@ -26,7 +26,7 @@ LINE = (
     " [2026-11-21 10:00:00] iteration {:8d}/     100 | consumed samples:            8 | "
     "elapsed time per iteration (ms): {} | lm loss: 5.000000E+00 | loss scale: 1.0 |"
 )
-NODE = Node(entrypoint="python", arguments=("-u", "x"), num_slots=2, address="127.0.0.1", interruption=KeyError)
+SCRIPT = WorkerCommand(entrypoint="python", arguments=("-u", "x"), environment={})
 TWO = plan(Layout(pp=2, dp=2), Layout(tp=2, dp=2))
 
 
@@ -40,7 +40,7 @@ def begun(folder: Path, **changes: Any) -> NodeController:
         metrics=MetricsFile(asked.metrics_file),
         spans=Spans({}),
     )
-    made.begin(NODE)
+    made.begin(SCRIPT, num_slots=2, address="127.0.0.1", interruption=KeyError)
     return made
 
 

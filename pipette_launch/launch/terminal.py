@@ -37,20 +37,12 @@ SHOWN_HOSTS = 4
 class ProgressLine:
     """One progress line that changes in place on a terminal. A log gets a new line from time to time."""
 
-    def __init__(
-        self,
-        stream: TextIO,
-        *,
-        head: str = HEAD,
-        is_terminal: bool | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, stream: TextIO, *, head: str = HEAD, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._head = head
         self._clock = clock
         self._began_s = self._shown_s = clock()
-        changes = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        self._is_terminal = changes if is_terminal is None else is_terminal
+        self._is_terminal = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self._num_ended = 0
         self._line = ""
 

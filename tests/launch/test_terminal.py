@@ -41,6 +41,19 @@ def seconds(step_s: float = 1.0) -> Callable[[], float]:
     return lambda: next(times) * step_s
 
 
+class Screen(io.StringIO):
+    """A stream to a terminal."""
+
+    def isatty(self) -> bool:
+        """Return True."""
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _xterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+
+
 def show(line: ProgressLine, one: Sign) -> None:
     """Show a sign as the terminal of a job does."""
     line.show(lambda elapsed_s: running_words(one, elapsed_s, 60.0), [ended_words(each) for each in one.ended])
@@ -57,7 +70,7 @@ SIGNS = [
 def test_a_log_gets_what_has_ended() -> None:
     """Each part comes once, with its duration and result; the last part comes at the end."""
     stream = io.StringIO()
-    line = ProgressLine(stream, clock=seconds(LOG_S), is_terminal=False)
+    line = ProgressLine(stream, clock=seconds(LOG_S))
     for one in SIGNS:
         show(line, one)
     assert [
@@ -74,7 +87,7 @@ def test_a_log_gets_what_has_ended() -> None:
 def test_a_log_gets_a_line_in_ten_seconds() -> None:
     """More calls do not give more lines."""
     stream = io.StringIO()
-    line = ProgressLine(stream, clock=seconds(0.25), is_terminal=False)
+    line = ProgressLine(stream, clock=seconds(0.25))
     for _ in range(200):
         show(line, SIGNS[0])
 
@@ -84,8 +97,8 @@ def test_a_log_gets_a_line_in_ten_seconds() -> None:
 def test_a_terminal_has_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """It never wraps and never ends, and in the end nothing is left of it."""
     monkeypatch.setenv("COLUMNS", "70")
-    stream = io.StringIO()
-    line = ProgressLine(stream, clock=seconds(), is_terminal=True)
+    stream = Screen()
+    line = ProgressLine(stream, clock=seconds())
     for one in SIGNS:
         show(line, one)
     line.close()
@@ -102,11 +115,11 @@ def test_a_terminal_has_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -
 
 def test_it_does_not_flicker() -> None:
     """Signs in quick succession, and unchanged lines, are not drawn again."""
-    stream = io.StringIO()
-    show(ProgressLine(stream, clock=lambda: 7.0, is_terminal=True), SIGNS[0])
+    stream = Screen()
+    show(ProgressLine(stream, clock=lambda: 7.0), SIGNS[0])
     assert "" == stream.getvalue()
 
-    slow = ProgressLine(stream, clock=iter((0.0, 1.0, 1.3)).__next__, is_terminal=True)
+    slow = ProgressLine(stream, clock=iter((0.0, 1.0, 1.3)).__next__)
     show(slow, SIGNS[0])
     show(slow, SIGNS[0])
     assert 1 == stream.getvalue().count(CLEAR)
@@ -114,8 +127,8 @@ def test_it_does_not_flicker() -> None:
 
 def test_a_search_is_shown_while_it_runs() -> None:
     """A thread of its own shows it, and nothing of it is left afterwards."""
-    stream = io.StringIO()
-    with ticking(ProgressLine(stream, is_terminal=True), "choosing a plan, {:.1f} s".format):
+    stream = Screen()
+    with ticking(ProgressLine(stream), "choosing a plan, {:.1f} s".format):
         deadline_s = time.monotonic() + 10
         while "choosing" not in stream.getvalue() and time.monotonic() < deadline_s:
             time.sleep(0.01)
@@ -127,9 +140,11 @@ def test_a_search_is_shown_while_it_runs() -> None:
     assert shown == stream.getvalue()
 
 
-def test_a_file_is_no_terminal() -> None:
-    """TERM does not matter for a file."""
-    assert not ProgressLine(io.StringIO())._is_terminal
+def test_a_dumb_terminal_is_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal that cannot clear a line gets lines."""
+    monkeypatch.setenv("TERM", "dumb")
+
+    assert not ProgressLine(Screen())._is_terminal
 
 
 def test_the_parts_of_a_warmup() -> None:

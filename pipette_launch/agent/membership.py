@@ -338,10 +338,9 @@ class Membership:
 
 
 def best_left_out(pairs: Collection[tuple[str, str]], order: Sequence[str]) -> dict[str, str]:
-    """Choose agents to leave out, so that all others reach each other; agents with most cut links are chosen first.
+    """Choose agents or hosts to leave out, so that no link of `pairs` remains; those with most links are chosen first.
 
-    Return each chosen agent with the first agent that it cannot reach. `pairs` are the cut links. Among agents with
-    equally many cut links, the last one in `order` is left out.
+    Return each choice with the first agent or host at its links. Among equals, the last one in `order` is left out.
     """
     place = {token: index for index, token in enumerate(order)}
     cut = {frozenset(pair) for pair in pairs if set(pair) <= set(place) and len(set(pair)) == 2}

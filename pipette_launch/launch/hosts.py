@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from pipette_launch.agent.membership import best_left_out
 from pipette_launch.errors import ClusterError, PipetteError, UsageError
 from pipette_launch.facts import Host
 from pipette_launch.facts.health import Verdict
@@ -241,15 +242,10 @@ class Policy:
 
 
 def hosts_to_leave(sick: Sequence[Verdict], hosts: Sequence[str]) -> tuple[str, ...]:
-    """Return few hosts without which all faults are gone. A slow link is gone without one of its two hosts.
-
-    Hosts with most of the remaining slow links are chosen first; among equal hosts, the last in torchrun's order.
-    """
-    out = {verdict.host for verdict in sick if not verdict.other_host}
-    links = [(verdict.host, verdict.other_host) for verdict in sick if verdict.other_host]
-    while links := [link for link in links if not out & {*link}]:
-        counts = Counter(host for link in links for host in link)
-        out.add(max((host for host in hosts if host in counts), key=lambda host: (counts[host], hosts.index(host))))
+    """Return few hosts without which all faults are gone. A slow link is gone without one of its two hosts."""
+    out = {verdict.host for verdict in sick if verdict.other_host not in hosts}
+    links = [(one.host, one.other_host) for one in sick if not out & {one.host, one.other_host}]
+    out |= best_left_out(links, hosts).keys()
     return tuple(host for host in hosts if host in out)
 
 

@@ -198,7 +198,7 @@ def test_of_a_slow_link_one_end_is_left_out() -> None:
 @given(st.sets(st.sampled_from([*itertools.permutations("abcdef", 2)])), st.sets(st.sampled_from("abcdef")))
 def test_no_slow_link_is_left(slow: set[tuple[str, str]], sick: set[str]) -> None:
     """Every sick host is out, and one end of every slow link."""
-    out = hosts_to_leave([*map(verdict, sorted(sick)), *(link(*ends) for ends in sorted(slow))], "abcdef")
+    out = hosts_to_leave([*map(verdict, sorted(sick)), *(link(*ends) for ends in sorted(slow))], [*"abcdef"])
 
     assert sick <= {*out}
     assert all({*ends} & {*out} for ends in slow)

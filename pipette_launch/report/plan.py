@@ -6,6 +6,7 @@ can act are shown. A short screen counts the omitted notes and names the file or
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -179,12 +180,9 @@ def listed(plan: Plan, most: int = WHOLE) -> list[tuple[str, Choice]]:
 
 def rank_ranges(ranks: Sequence[int]) -> str:
     """Return a text of ranks in their order, with shortened runs: `0-3 8 10`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    # In a run of successive ranks, rank minus index is constant.
+    groups = itertools.groupby(enumerate(ranks), key=lambda place: place[1] - place[0])
+    runs = [[rank for _, rank in run] for _, run in groups]
     return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs)
 
 

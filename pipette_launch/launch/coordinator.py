@@ -78,7 +78,7 @@ class Planner:
         """Read the job for these hosts as `read_job` does, and set `cache` to the folder of the job's plan."""
         job = self.read_job(len(hosts) * len(hosts[0].devices), hosts[0].devices[0].kind, batch=batch)
         options = self._options
-        settings = [options.margin, options.memory_margin, *options.schedules]
+        settings: list[float | str] = [options.margin, options.memory_margin, *options.schedules]
         num_fallbacks = min(options.tolerate, len(hosts) - self._least_nodes)
         if num_fallbacks > 0:
             settings += ["templates", num_fallbacks]

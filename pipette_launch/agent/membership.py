@@ -318,9 +318,9 @@ class Membership:
 
     def _find_lost(self) -> str:
         """Return which agent is gone or out of reach, and why; empty while all agents answer."""
-        peer, why = next(((one.peer, one.lost) for one in self._finders if one.peer and one.lost), (None, ""))
-        if peer is None:
-            return ""
+        return next((self._report_lost(one.peer, one.lost) for one in self._finders if one.peer and one.lost), "")
+
+    def _report_lost(self, peer: Member, why: str) -> str:
         if why == SILENT and peer.token not in self._out_of_reach:
             logger.warning("the agent at %s: %s; all agents meet", peer.address, why)
             self._out_of_reach.add(peer.token)

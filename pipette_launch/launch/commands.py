@@ -65,7 +65,8 @@ def probe_options(
     kind = hosts[0].devices[0].kind
     # First list the compute cases (layers to time) of layouts on the training hosts, then of layouts on all hosts.
     sizes = dict.fromkeys((num_training, len(hosts)))
-    legal = (base_layouts(job, world_size=size * devices, devices_per_host=devices, device_kind=kind) for size in sizes)
+    domains = Domains(devices_per_host=devices)
+    legal = (base_layouts(job, world_size=size * devices, device_kind=kind, domains=domains) for size in sizes)
     cases = tuple(dict.fromkeys(case for one in legal for case in compute_cases(job.own, one.columns)))
     script = own_script(options)
     return WarmupOrder(

@@ -56,6 +56,8 @@ than the best step. Pricing stops once the seconds beyond the best step sum up t
 that promises a step no longer than the best step sets the sum to 0. All layouts with the user's own degrees are priced,
 because predictions for these degrees are the most certain."""
 DEGREES = attrgetter("tp", "pp", "cp", "ep", "etp")
+OFFLOAD_GAIN = 0.02
+"""Share of the best step that a layout with offloaded activations must save, because copies may slow other traffic."""
 RAISED = 40
 """Number of layouts with the lowest bounds whose bounds are sharpened at the end, at most."""
 
@@ -70,7 +72,7 @@ class Searched:
     """Number of layouts that were priced, or were ruled out by a lower bound above the best step."""
     num_aside: int
     num_offloaded: int
-    """Number of layouts with offloading, which the list of base layouts does not have."""
+    """Number of priced layouts with offloading, which the list of base layouts does not have."""
     floor_s: float
     is_cut_short: bool
     """True if the deadline ended the search."""
@@ -193,9 +195,12 @@ class SearchLoop:
     def _offload(self) -> None:
         """Price layouts near the best one, and near the user's own, that fit only with offloaded activations."""
         for layout in dict.fromkeys((self._leader().layout, self._inputs.job.own)):
-            found = self._frontier.with_offloading(layout, below_s=self._best_s())
-            self._num_offloaded += len(found)
-            self._price(found, beat_s=self._best_s())
+            least_s = (1 - OFFLOAD_GAIN) * self._best_s()
+            for one in self._frontier.with_offloading(layout, below_s=least_s):
+                found = one if self._is_late() else price(self._inputs, one, beat_s=least_s, is_late=self._is_late)
+                if isinstance(found, Candidate) and found.placed.cost_s < least_s:
+                    self._num_offloaded += found.layout not in self._pool
+                    self._keep(found)
 
     def _hopes(self, width: int) -> list[Candidate]:
         """Return the most promising layouts whose sharpened bounds allow a noticeable gain."""

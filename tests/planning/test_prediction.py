@@ -319,6 +319,60 @@ def test_frozen_layers_run_forwards_alone() -> None:
         )
 
 
+QWEN3 = (
+    "--num-layers 48 --hidden-size 2048 --num-attention-heads 32 --group-query-attention --num-query-groups 4 "
+    "--kv-channels 128 --ffn-hidden-size 6144 --moe-ffn-hidden-size 768 --num-experts 128 --moe-router-topk 8 "
+    "--moe-grouped-gemm --seq-length 4096 --max-position-embeddings 4096 --swiglu --disable-bias-linear --bf16 "
+    "--normalization RMSNorm --position-embedding-type rope --qk-layernorm --untie-embeddings-and-output-weights "
+    "--vocab-size 151936 --tokenizer-type NullTokenizer --micro-batch-size 4 --global-batch-size 1024 "
+    "--expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --moe-token-dispatcher-type flex "
+    "--train-iters 100 --lr 1e-4 --use-distributed-optimizer"
+)
+OFFLOAD = "--fine-grained-activation-offloading --offload-modules expert_fc1 moe_act"
+CAPACITY = "--moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor 1.5"
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+
+
+@pytest.mark.parametrize(
+    ("fewer", "more", "signs", "note"),
+    [
+        # Signs of the changes of memory and step time by the flags in `more`, beside the flags in `fewer`.
+        ("", "--optimizer dist_muon", "++", ""),
+        ("", "--optimizer adaptive_muon", "++", ""),
+        ("", "--optimizer soap", "++", "--optimizer soap is priced by its memory traffic alone"),
+        ("", OFFLOAD, "-0", "Activations go to the host"),
+        (OFFLOAD, "--activation-offload-fraction 0.2", "+0", ""),
+        (f"{OFFLOAD} --pipeline-model-parallel-size 4", "--delta-offload-bytes-across-pp-ranks 1000000000", "+0", ""),
+        ("", f"{OFFLOAD[:54]} fused_group_mlp --use-transformer-engine-op-fuser", "-0", "--use-transformer-engine-op"),
+        ("", CAPACITY, "+0", ""),
+        (CAPACITY, "--moe-paged-stash --use-transformer-engine-op-fuser", "-0", "not priced"),
+        ("--no-check-for-nan-in-loss-and-grad", "--cuda-graph-impl full_iteration", "+-", "up to twice"),
+        ("", "--freeze-all-layers", "--", ""),
+        ("", "--moe-flex-dispatcher-backend ncclep", "00", "ncclep is not in the predicted step time"),
+        ("--moe-flex-dispatcher-backend ncclep", "--moe-combine-bwd-dtype mxfp8", "0-", ""),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", "--fp8-output-proj", "00", "not priced"),
+        ("", "--high-priority-a2a-comm-stream", "00", "not priced"),
+        (OVERLAP, "--delay-wgrad-compute", "00", "not priced"),
+        ("", "--optimizer-cuda-graph", "00", "not priced"),
+        ("", "--use-sharp", "00", "--use-sharp is not in the predicted step time"),
+        ("--mtp-num-layers 1", "--mtp-detach-heads", "00", "not priced"),
+        ("", "--output-logit-dtype fp32", "00", "not priced"),
+        ("--no-create-attention-mask-in-dataloader", "--dataloader-inter-document-masking", "00", "single documents"),
+    ],
+)
+def test_flags_of_late_2026_are_priced_or_noted(fewer: str, more: str, signs: str, note: str) -> None:
+    """A flag changes memory and time in the right direction, or a note of the prediction names the flag."""
+    plain, found = (
+        predict(f"{QWEN3} {words}".split(), gpu="GB200", world_size=64, megatron_version="0.20.0")
+        for words in (fewer, f"{fewer} {more}")
+    )
+    sizes = [(sum(stage.model_peak_bytes for stage in each.stages), each.step_time_s) for each in (plain, found)]
+
+    changes = [0 if new == old else new > old or -1 for old, new in zip(*sizes, strict=True)]
+    assert "".join("0+-"[change] for change in changes) == signs
+    assert not note or any(note in each for each in {*found.notes} - {*plain.notes})
+
+
 def test_a_flag_that_is_not_priced_has_a_note() -> None:
     """A note says that an optimizer on the host is not in the predicted step."""
     flags = "--bf16 --optimizer-cpu-offload --use-precision-aware-optimizer --use-distributed-optimizer"

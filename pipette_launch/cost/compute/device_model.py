@@ -247,7 +247,13 @@ def modelled_compute(job: Job, device: DeviceSpec, layouts: Iterable[Layout]) ->
 
 def published(job: Job) -> dict[str, str]:
     """Return the errors of predictions for published runs of this kind of model."""
-    kind = "hybrid models" if job.model.hybrid else "models with experts" if job.model.num_experts else "dense models"
+    kind = (
+        "hybrid models"
+        if "mamba" in _blocks(job.model)
+        else "models with experts"
+        if job.model.num_experts
+        else "dense models"
+    )
     return _PUBLISHED_ERRORS[kind]
 
 
@@ -260,11 +266,14 @@ def published_error(job: Job) -> str:
     ).format(**published(job)) + (f" No published run had {' or '.join(unseen)}." if unseen else "")
 
 
+def _blocks(model: ModelSpec) -> set[str]:
+    return {block for kind in (*model.layer_kinds, *model.prediction_kinds) for block in BLOCKS[kind]}
+
+
 def _unpublished(model: ModelSpec) -> dict[str, bool]:
     """Return parts of models that no published run had, and if the model has the part."""
-    blocks = {block for kind in (*model.layer_kinds, *model.prediction_kinds) for block in BLOCKS[kind]}
     return {
-        "gated delta networks": "delta" in blocks,
+        "gated delta networks": "delta" in _blocks(model),
         "sparse attention": model.sparse_attention is not None,
         "experts on latents": model.moe_latent_size > 0,
     }
@@ -298,7 +307,7 @@ def assumptions(
         f"Flash attention's products reach {efficiency.attention_share:.0%} of {peak}.",
         f"Norms, activations, losses and the optimizer move bytes at {efficiency.memory_share:.0%} of {memory}.",
     ]
-    if job.model.hybrid or job.model.linear_layers:
+    if _blocks(job.model) & {"mamba", "delta"}:
         sentences.append(
             f"The scan of Mamba layers and gated delta networks moves bytes at {_scan_share(device):.0%} of {memory}."
         )

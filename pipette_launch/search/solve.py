@@ -194,7 +194,8 @@ class SearchLoop:
 
     def _offload(self) -> None:
         """Price layouts near the best one, and near the user's own, that fit only with offloaded activations."""
-        for layout in dict.fromkeys((self._leader().layout, self._inputs.job.own)):
+        own = () if self._inputs.own_cannot_run else (self._inputs.job.own,)
+        for layout in dict.fromkeys((self._leader().layout, *own)):
             least_s = (1 - OFFLOAD_GAIN) * self._best_s()
             for one in self._frontier.with_offloading(layout, below_s=least_s):
                 found = one if self._is_late() else price(self._inputs, one, beat_s=least_s, is_late=self._is_late)

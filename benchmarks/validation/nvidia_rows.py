@@ -236,6 +236,10 @@ def model_flags(shape: Row) -> dict[str, Any]:
             "moe-layer-freq": f"([0]*{dense}+[1]*{shape['layers'] - dense})",
             "moe-latent-size": shape["moe_latent"] or False,
         }
+    if shape["kind"].startswith("gdn"):
+        # Qwen3-Next, in three of four layers. All sizes are Megatron's defaults.
+        flags |= {"experimental-attention-variant": "gated_delta_net", "linear-attention-freq": 4}
+        flags |= {"attention-output-gate": True, "moe-shared-expert-gate": bool(shape["shared_ffn"])}
     if name in _GROUPED_ROUTERS:
         groups, chosen = _GROUPED_ROUTERS[name]
         flags |= {"moe-router-num-groups": groups, "moe-router-group-topk": chosen}

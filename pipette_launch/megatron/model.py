@@ -193,7 +193,9 @@ def _backend(
         return "unfused"
     is_deterministic = arguments.get("deterministic_mode") or environment.get(_NONDETERMINISTIC) == "0"
     cannot_fuse = capability > _HOPPER and is_deterministic and arguments.get("attention_dropout") > 0
-    return "flash" if capability == _AMPERE or cannot_fuse else "fused"
+    # Flash attention has no sinks (TE, get_attention_backend).
+    is_flash = capability == _AMPERE and arguments.get("softmax_type") in (None, "vanilla")
+    return "flash" if is_flash or cannot_fuse else "fused"
 
 
 def _latent_attention(arguments: Arguments) -> LatentAttention | None:

@@ -45,6 +45,7 @@ IN_BILLIONS = {
     "Nemotron-H-47B": 46.8,
     "Nemotron-H-56B": 56.3,
     "Nemotron-3-Nano": 31.6,
+    "Qwen3-Next-80B-A3B": 81.3,
 }
 """As their makers count them; DeepSeek-V3 with its 14 billion of multi-token prediction."""
 

@@ -218,7 +218,7 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
         backward=stages.spread(waiting, last=np.where(layouts.vpp > 1, waiting, layer["backward"])),
         mask=stages.spread(0, first=np.maximum(mask - beyond, 0), last=mask, prediction=mask),
         loading=_loading(stages, layer, beyond, *chunks),
-        head=stages.spread(0, last=layer["head"]),
+        head=stages.spread(0, last=np.maximum(layer["head"] - _less_at_loss(stages, *chunks), 0)),
         deferred=stages.spread(0, last=np.where(has_pipeline, deferred, 0)),
         # A rank holds three message tensors: the received tensor, the sent tensor, and the tensor sent before. torch
         # holds a sent tensor until NCCL's watchdog has seen the end of the send.
@@ -502,6 +502,18 @@ def _live_bytes(stages: _Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
     return kept
 
 
+def _less_at_loss(stages: _Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
+    """Count, for each layout, the peak of the last stage's live bytes minus their peak while its last chunk runs."""
+    layouts, first = stages.layouts, chunk_N + stages.layouts.pp - 1
+    less = np.zeros_like(layouts.pp)
+    for row in np.flatnonzero(~_have_equal_chunks(layouts.pp, layouts.vpp, first, bytes_C)).tolist():
+        pp, vpp = int(layouts.pp[row]), int(layouts.vpp[row])
+        chunk_bytes_V = tuple(bytes_C[first[row] : first[row] + pp * vpp : pp].tolist())
+        shape = (pp, vpp, int(layouts.microbatch_group_size[row]), pp - 1, int(stages.microbatches_N[row]))
+        less[row] = peak_live_bytes(*shape, chunk_bytes_V) - peak_live_bytes(*shape, chunk_bytes_V, in_last_chunk=True)
+    return less
+
+
 def _beyond_first_chunk(stages: _Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
     """Count, for each layout, the first stage's peak minus the bytes kept when its first chunk runs its last forward.
 
@@ -521,12 +533,19 @@ def _beyond_first_chunk(stages: _Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
 
 @lru_cache(maxsize=1 << 16)
 def peak_live_bytes(
-    pp: int, vpp: int, group_size: int, stage: int, num_microbatches: int, chunk_bytes_V: tuple[int, ...]
+    pp: int,
+    vpp: int,
+    group_size: int,
+    stage: int,
+    num_microbatches: int,
+    chunk_bytes_V: tuple[int, ...],
+    *,
+    in_last_chunk: bool = False,
 ) -> int:
     """Count the most bytes that a stage's chunks hold for micro-batches whose backward has not run.
 
     Each chunk runs `group_size` micro-batches in a row (0 means `pp`), and keeps `chunk_bytes_V` bytes for each
-    micro-batch.
+    micro-batch. With `in_last_chunk` only forwards of the stage's last chunk count.
     """
     if vpp == 1:
         return min(num_microbatches, pp - stage) * chunk_bytes_V[0]
@@ -540,7 +559,8 @@ def peak_live_bytes(
     forward = np.cumsum(weights_V[chunks_M])
     backward = np.concatenate(([0], np.cumsum(weights_V[vpp - 1 - chunks_M])))
     done = np.maximum(np.arange(len(forward)) - ahead, 0)
-    return int((forward - backward[done]).max())
+    held = forward - backward[done]
+    return int((held[chunks_M == vpp - 1] if in_last_chunk else held).max())
 
 
 @lru_cache(maxsize=1024)

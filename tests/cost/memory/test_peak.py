@@ -136,12 +136,27 @@ def test_live_bytes_are_those_of_the_schedule(pp: int, vpp: int, rounds: int, ex
     schedule = schedule_of(layout, rounds * group)
     sizes = [rng.randint(0, 9) for _ in range(layout.num_chunks)]
     for rank in range(pp):
-        live = peak = 0
+        live = peak = in_last_chunk = 0
         for action in schedule.ranks[rank]:
             live += sizes[action.stage] if action.kind == "F" else -sizes[action.stage]
             peak = max(peak, live)
+            if action.kind == "F" and action.stage >= layout.num_chunks - pp:
+                in_last_chunk = max(in_last_chunk, live)
 
-        assert peak == peak_live_bytes(pp, vpp, group, rank, rounds * group, tuple(sizes[rank::pp]))
+        shape = (pp, vpp, group, rank, rounds * group, tuple(sizes[rank::pp]))
+        assert peak == peak_live_bytes(*shape)
+        if vpp > 1:
+            assert in_last_chunk == peak_live_bytes(*shape, in_last_chunk=True)
+
+
+def test_the_loss_may_run_when_fewer_chunks_are_live() -> None:
+    """The last of two chunks has no layers, so its forwards see four live passes of the other chunk, not five."""
+    layout = Layout(pp=4, vpp=2, layers_per_chunk=(0, 1, 1, 1, 0, 1, 0, 0))
+    jobs = (replace(job, model=replace(job.model, vocab_size=1024)) for job in (with_batch(8), with_batch(4)))
+    last, few = (peak_memory_bytes(job, layout)[-1] for job in jobs)
+
+    assert last.activations - KEPT == few.activations == 4 * KEPT
+    assert last.head + last.activations == few.head + few.activations
 
 
 def test_activations_of_chunks() -> None:

@@ -26,7 +26,7 @@ from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance
 from pipette_launch.facts.co_location import Domains
-from pipette_launch.search.candidates import SearchInputs, placement_problem
+from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.frontier import Frontier
 from pipette_launch.search.layouts import base_layouts
 from pipette_launch.search.placement import exhaustion
@@ -119,7 +119,7 @@ def try_all(job: Job, measured: Measurements, plan: Plan) -> tuple[int, float, L
     while batch := frontier.take(64, below_s=plan.chosen.step_time_s):
         layouts += [one.layout for one in batch]
     for layout in layouts:
-        problem = placement_problem(inputs, layout, 0.0)
+        problem = inputs.placement_problem(layout, 0.0)
         *_, best = exhaustion(problem, problem.best_of([host_order(layout.world_size)]), is_late=lambda: False)
         if best.cost_s < least_s:
             least_s, fastest = best.cost_s, layout

@@ -49,9 +49,9 @@ PARTS = {
         "cost.learned:CorrectedPredictor.bound_s",
     ),
     "placing": (
-        "search.solve:price",
-        "search.solve:with_better_placement",
-        "search.solve:with_devices_exchanged",
+        "search.candidates:SearchInputs.price",
+        "search.candidates:SearchInputs.with_better_placement",
+        "search.candidates:SearchInputs.with_devices_exchanged",
     ),
     "certificate": ("search.solve:SearchLoop._sharpened",),
 }

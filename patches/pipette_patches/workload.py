@@ -26,13 +26,7 @@ from pipette_launch.errors import PipetteError
 from pipette_launch.facts import ComputeCase, Job, Layout, ModelSpec
 from pipette_launch.facts.job import SCRIPT_ONLY
 from pipette_launch.facts.measurements import Part as PartName
-from pipette_launch.facts.model import (
-    BLOCKS,
-    KINDS_WITH_ATTENTION,
-    KINDS_WITH_EXPERTS,
-    TRANSFORMER_KINDS,
-    LayerKind,
-)
+from pipette_launch.facts.model import BLOCKS, KINDS_WITH_ATTENTION, KINDS_WITH_EXPERTS, TRANSFORMER_KINDS, LayerKind
 from pipette_launch.megatron.layout import STACKS
 from pipette_launch.megatron.performance import given_options
 from pipette_patches import registry

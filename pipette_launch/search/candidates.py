@@ -161,6 +161,56 @@ class SearchInputs:
             return NOT_MEASURED
         return None if max(self.predictor.peaks(self.job.own)) <= self.limit_bytes(self.job.own) else OVER_MEMORY
 
+    def price(
+        self,
+        one: Promising,
+        *,
+        is_late: IsLate,
+        beat_s: float = float("inf"),
+        carried: Placement | None = None,
+    ) -> Candidate | Promising:
+        """Price a layout in torchrun's order and at its best start placement.
+
+        If the layout cannot beat the step time `beat_s`, return only the layout's bound. `carried` is the placement of
+        another layout, which is priced instead of start placements.
+        """
+        layout = one.layout
+        bound_s = max(self.predictor.bound_s(layout), one.least_s if math.isfinite(one.least_s) else 0.0)
+        beaten = replace(one, least_s=bound_s)
+        if bound_s >= beat_s:
+            return beaten
+        problem = self.placement_problem(layout, bound_s)
+        if carried:
+            best = settled(problem, carried)
+            if best.cost_s >= beat_s:
+                return beaten
+            host_order_s = problem.best_of([host_order(layout.world_size)]).cost_s
+        else:
+            best, host_order_s = begin(problem, is_late=is_late)
+        return Candidate(
+            layout=layout, peak_bytes=one.peak_bytes, bound_s=bound_s, host_order_s=host_order_s, placed=best
+        )
+
+    def with_better_placement(self, one: Candidate, *, seed: int, is_late: IsLate) -> Candidate:
+        """Search one round for a better placement; the result depends on the candidate and the seed alone."""
+        problem, rng = self.placement_problem(one.layout, one.bound_s), _chance(one, seed)
+        placed = improve(problem, one.placed, turn=one.rounds, rng=rng, is_late=is_late)
+        # Round 0 begins at the best start, perhaps a local minimum. On few hosts, later rounds begin elsewhere.
+        is_stalled = one.rounds > 0 and placed.cost_s >= one.placed.cost_s * (1 - GAIN)
+        return replace(one, placed=placed, rounds=one.rounds + 1, is_stalled=is_stalled)
+
+    def with_devices_exchanged(self, one: Candidate, *, seed: int, is_late: IsLate) -> Candidate:
+        """Move single ranks between hosts, beginning at the best placement."""
+        problem, rng = self.placement_problem(one.layout, one.bound_s), _chance(one, seed)
+        return replace(one, placed=exchange_devices(problem, one.placed, rng=rng, is_late=is_late))
+
+    def placement_problem(self, layout: Layout, bound_s: float) -> PlacementProblem:
+        """Return the problem of finding a layout's placement with the least step time."""
+        objective = self.predictor.placement_cost(layout)
+        return PlacementProblem(
+            layout=layout, cluster=self.cluster, objective=objective, bound_s=bound_s, blocks=self.blocks(layout)
+        )
+
 
 def limits_N(job: Job, columns: LayoutColumns, limit: Callable[[Layout], int]) -> NDArray[np.int64]:
     """Return the memory limit of each layout, which depends only on the numbers of communicators and of group kinds."""
@@ -181,58 +231,6 @@ def doublings_apart(one: Layout, other: Layout) -> float:
         else:
             apart += mine != its
     return apart
-
-
-def price(
-    inputs: SearchInputs,
-    one: Promising,
-    *,
-    is_late: IsLate,
-    beat_s: float = float("inf"),
-    carried: Placement | None = None,
-) -> Candidate | Promising:
-    """Price a layout in torchrun's order and at its best start placement.
-
-    If the layout cannot beat the step time `beat_s`, return only the layout's bound. `carried` is the placement of
-    another layout, which is priced instead of start placements.
-    """
-    layout = one.layout
-    bound_s = max(inputs.predictor.bound_s(layout), one.least_s if math.isfinite(one.least_s) else 0.0)
-    beaten = replace(one, least_s=bound_s)
-    if bound_s >= beat_s:
-        return beaten
-    problem = placement_problem(inputs, layout, bound_s)
-    if carried:
-        best = settled(problem, carried)
-        if best.cost_s >= beat_s:
-            return beaten
-        host_order_s = problem.best_of([host_order(layout.world_size)]).cost_s
-    else:
-        best, host_order_s = begin(problem, is_late=is_late)
-    return Candidate(layout=layout, peak_bytes=one.peak_bytes, bound_s=bound_s, host_order_s=host_order_s, placed=best)
-
-
-def with_better_placement(inputs: SearchInputs, one: Candidate, *, seed: int, is_late: IsLate) -> Candidate:
-    """Search one round for a better placement; the result depends on the candidate and the seed alone."""
-    problem, rng = placement_problem(inputs, one.layout, one.bound_s), _chance(one, seed)
-    placed = improve(problem, one.placed, turn=one.rounds, rng=rng, is_late=is_late)
-    # Round 0 begins at the best start placement, perhaps a local minimum. On few hosts, later rounds begin elsewhere.
-    is_stalled = one.rounds > 0 and placed.cost_s >= one.placed.cost_s * (1 - GAIN)
-    return replace(one, placed=placed, rounds=one.rounds + 1, is_stalled=is_stalled)
-
-
-def with_devices_exchanged(inputs: SearchInputs, one: Candidate, *, seed: int, is_late: IsLate) -> Candidate:
-    """Move single ranks between hosts, beginning at the best placement."""
-    problem, rng = placement_problem(inputs, one.layout, one.bound_s), _chance(one, seed)
-    return replace(one, placed=exchange_devices(problem, one.placed, rng=rng, is_late=is_late))
-
-
-def placement_problem(inputs: SearchInputs, layout: Layout, bound_s: float) -> PlacementProblem:
-    """Return the problem of finding a layout's placement with the least step time."""
-    objective = inputs.predictor.placement_cost(layout)
-    return PlacementProblem(
-        layout=layout, cluster=inputs.cluster, objective=objective, bound_s=bound_s, blocks=inputs.blocks(layout)
-    )
 
 
 def _chance(one: Candidate, seed: int) -> random.Random:

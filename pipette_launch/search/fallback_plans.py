@@ -16,7 +16,7 @@ from pipette_launch.facts.measurements import without_hosts
 from pipette_launch.facts.plan import fallback_plans
 from pipette_launch.megatron import Continuation
 from pipette_launch.megatron.chunks import Split
-from pipette_launch.search.candidates import SearchInputs, placement_problem
+from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.choose import choice_of
 from pipette_launch.search.layouts import base_layouts, compute_cases
 from pipette_launch.search.placement import begin, improved_once, settled
@@ -322,7 +322,7 @@ def placed_anew(inputs: SearchInputs, choice: Choice, *, seed: int, is_late: IsL
     layout = choice.layout
     if choice.order is not None or not inputs.predictor.can_price(layout):
         return choice
-    problem = placement_problem(inputs, layout, inputs.predictor.bound_s(layout))
+    problem = inputs.placement_problem(layout, inputs.predictor.bound_s(layout))
     if problem.slots.allows(choice.placement):
         placed = settled(problem, choice.placement)
         placed = placed if placed.is_optimal else faster(placed, begin(problem, is_late=is_late)[0])

@@ -23,7 +23,7 @@ from pipette_launch.facts.job import flag_of
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.schedule import FOLDING_RELEASE, RELEASES, PassTimes, Schedule, ScheduleFile, schedule_of
 from pipette_launch.megatron.performance import performance_options
-from pipette_launch.search.candidates import Candidate, Promising, SearchInputs, placement_problem, price
+from pipette_launch.search.candidates import Candidate, Promising, SearchInputs
 from pipette_launch.search.choose import choice_of
 from pipette_launch.search.placement import begin, improved_once
 from pipette_launch.search.slots import IsLate, faster
@@ -142,7 +142,7 @@ def best_scheduled(
                 yield one, ways
 
     lean = islice(ways_of(over_the_limit), MOST_LAYOUTS)
-    priced = ((price(inputs, one, is_late=is_late), ways) for one, ways in lean)
+    priced = ((inputs.price(one, is_late=is_late), ways) for one, ways in lean)
     found: list[Choice] = []
     for one, ways in chain(islice(ways_of(pipelined), MOST_LAYOUTS), priced):
         if isinstance(one, Candidate):
@@ -235,7 +235,7 @@ def _better_placed(inputs: SearchInputs, choice: Choice, rng: random.Random, is_
     assert order is not None
     schedule = order.schedule()
     objective = inputs.predictor.placement_cost(layout, schedule)
-    problem = replace(placement_problem(inputs, layout, 0.0), objective=objective, has_linear_model=False)
+    problem = replace(inputs.placement_problem(layout, 0.0), objective=objective, has_linear_model=False)
     known = problem.placed(choice.placement, choice.step_time_s)
     placed = faster(known, begin(problem, is_late=is_late)[0])
     if not placed.is_optimal:

@@ -14,17 +14,7 @@ from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEARCH_BUDGET_S, SEED
 from pipette_launch.errors import OptionError, check_share
 from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance
 from pipette_launch.search import explanations
-from pipette_launch.search.candidates import (
-    MANY_SLOTS,
-    WORTH,
-    Candidate,
-    Promising,
-    SearchInputs,
-    placement_problem,
-    price,
-    with_better_placement,
-    with_devices_exchanged,
-)
+from pipette_launch.search.candidates import MANY_SLOTS, WORTH, Candidate, Promising, SearchInputs
 from pipette_launch.search.choose import LEANER, choose
 from pipette_launch.search.frontier import BEATEN, OUTDONE, UNPROMISING, Frontier
 from pipette_launch.search.layouts import BaseLayouts, base_layouts
@@ -105,7 +95,7 @@ class SearchLoop:
         else:
             first = (self._frontier.dive(1) or self._frontier.take(1))[:1]
         for one in first:
-            self._keep(price(inputs, one, is_late=self._is_late))
+            self._keep(inputs.price(one, is_late=self._is_late))
         if not self._is_late():
             self._price(self._frontier.dive(FIRST_BATCH, below_s=self._best_s()))
             self._surround()
@@ -147,7 +137,7 @@ class SearchLoop:
             elif self._in_vain[degrees] >= IN_VAIN and beat_s < math.inf:
                 self._aside[one.layout] = one
             else:
-                found = price(self._inputs, one, beat_s=beat_s, is_late=self._is_late)
+                found = self._inputs.price(one, beat_s=beat_s, is_late=self._is_late)
                 self._keep(found)
                 may_be_in_vain = self._inputs.cluster.num_slots > MANY_SLOTS
                 if isinstance(found, Candidate) and may_be_in_vain and degrees != DEGREES(self._inputs.job.own):
@@ -179,7 +169,7 @@ class SearchLoop:
             for one in self._frontier.neighbours(leader.layout, below_s=best_s):
                 if self._is_late():
                     return
-                found = price(self._inputs, one, beat_s=best_s, is_late=self._is_late, carried=placement)
+                found = self._inputs.price(one, beat_s=best_s, is_late=self._is_late, carried=placement)
                 if isinstance(found, Candidate):
                     known = self._pool.get(one.layout)
                     self._keep(replace(known, placed=found.placed) if known else found)
@@ -189,7 +179,7 @@ class SearchLoop:
         for one in self._hopes(width):
             if self._is_late():
                 return
-            self._pool[one.layout] = with_better_placement(self._inputs, one, seed=self._seed, is_late=self._is_late)
+            self._pool[one.layout] = self._inputs.with_better_placement(one, seed=self._seed, is_late=self._is_late)
         self._surround()
 
     def _offload(self) -> None:
@@ -198,7 +188,7 @@ class SearchLoop:
         for layout in dict.fromkeys((self._leader().layout, *own)):
             least_s = (1 - OFFLOAD_GAIN) * self._best_s()
             for one in self._frontier.with_offloading(layout, below_s=least_s):
-                found = one if self._is_late() else price(self._inputs, one, beat_s=least_s, is_late=self._is_late)
+                found = one if self._is_late() else self._inputs.price(one, beat_s=least_s, is_late=self._is_late)
                 if isinstance(found, Candidate) and found.placed.cost_s < least_s:
                     self._num_offloaded += found.layout not in self._pool
                     self._keep(found)
@@ -237,7 +227,7 @@ class SearchLoop:
                 break
             one = self._sharpened(fast)
             if one.bound_s < best_s * (1 - ANNEALED_FOR):
-                better = with_devices_exchanged(self._inputs, one, seed=self._seed, is_late=self._is_late)
+                better = self._inputs.with_devices_exchanged(one, seed=self._seed, is_late=self._is_late)
                 self._pool[one.layout] = better
         self._surround()
 
@@ -247,7 +237,7 @@ class SearchLoop:
         slots = Slots.of(self._inputs.cluster)
         is_open = not are_few(leader.layout, slots) and num_placements(leader.layout, slots) <= EXACT
         if is_open and not leader.meets_bound and not self._is_late():
-            problem = placement_problem(self._inputs, leader.layout, leader.bound_s)
+            problem = self._inputs.placement_problem(leader.layout, leader.bound_s)
             *_, placed = leader.placed, *exhaustion(problem, leader.placed, is_late=self._is_late)
             self._pool[leader.layout] = replace(leader, placed=placed)
 
@@ -280,7 +270,7 @@ class SearchLoop:
             if self._is_late():
                 return
             if aside is not None and aside.least_s < lowest.floor_s:
-                self._keep(price(self._inputs, aside, beat_s=self._best_s(), is_late=self._is_late))
+                self._keep(self._inputs.price(aside, beat_s=self._best_s(), is_late=self._is_late))
             elif lowest.bound_reason or lowest.floor_s >= self._best_s():
                 return
             else:

@@ -12,15 +12,7 @@ from search.worlds import on_gpus, two_racks
 from pipette_launch.facts import Batch, Layout
 from pipette_launch.facts.layout import LayoutColumns
 from pipette_launch.facts.measurements import DeviceOverhead
-from pipette_launch.search.candidates import (
-    Candidate,
-    Promising,
-    SearchInputs,
-    doublings_apart,
-    limits_N,
-    price,
-    with_better_placement,
-)
+from pipette_launch.search.candidates import Candidate, Promising, SearchInputs, doublings_apart, limits_N
 
 GIB = 1 << 30
 
@@ -96,9 +88,9 @@ def test_a_layout_gets_the_same_result_whatever_was_done_before_it() -> None:
         shared = SearchInputs.of(job, tiny_measurements(two_racks()), memory_margin=0.08)
         results = {}
         for layout in order:
-            first = price(shared, promising(shared, layout), is_late=never)
+            first = shared.price(promising(shared, layout), is_late=never)
             assert isinstance(first, Candidate)
-            results[layout] = (first, with_better_placement(shared, first, seed=3, is_late=never))
+            results[layout] = (first, shared.with_better_placement(first, seed=3, is_late=never))
         return results
 
     assert found(layouts) == found(layouts[::-1])
@@ -110,7 +102,7 @@ def test_what_cannot_win_is_not_priced() -> None:
     layout = inputs.job.own
     bound_s = inputs.predictor.bound_s(layout)
     one = promising(inputs, layout)
-    beaten, priced = (price(inputs, one, beat_s=seconds, is_late=never) for seconds in (bound_s, 2 * bound_s))
+    beaten, priced = (inputs.price(one, beat_s=seconds, is_late=never) for seconds in (bound_s, 2 * bound_s))
 
     assert isinstance(beaten, Promising)
     assert beaten.least_s == bound_s

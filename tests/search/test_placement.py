@@ -20,7 +20,7 @@ from search.worlds import ALL_FIELDS, improvements, on_gpus, planned, slow_neigh
 from pipette_launch.cost.step.predictor import PlacementCost, Predictor
 from pipette_launch.facts import Batch, Cluster, Job, Layout, Links
 from pipette_launch.facts.cluster import in_device_order, is_in_device_order, shared_order
-from pipette_launch.search.candidates import Candidate, Promising, SearchInputs, price
+from pipette_launch.search.candidates import Candidate, Promising, SearchInputs
 from pipette_launch.search.fallback_plans import placed_anew
 from pipette_launch.search.placement import (
     annealed,
@@ -170,7 +170,7 @@ def test_a_layout_takes_no_order_over_from_another() -> None:
     job, measurements = tensor_job(2), tiny_measurements(on_gpus(tiny_cluster(2, 4)))
     inputs = SearchInputs.of(job, measurements, memory_margin=0.1)
     one = Promising(least_s=0.0, number=0, layout=job.own, peak_bytes=(1,))
-    found = price(inputs, one, is_late=never, carried=tuple(in_device_order(range(8), 4, PAIRS).tolist()))
+    found = inputs.price(one, is_late=never, carried=tuple(in_device_order(range(8), 4, PAIRS).tolist()))
 
     assert isinstance(found, Candidate)
     assert host_order(8) == found.placed.placement

@@ -428,8 +428,11 @@ def num_buckets(num_parameters: Ints | int, replicas: Ints | int) -> Ints:
     return np.asarray(-(-num_parameters // np.maximum(40_000_000, 1_000_000 * replicas)))
 
 
-def meets_receivers(job: Job, vpp: int, device_kind: str) -> bool:
-    """Return True if a message between stages starts only when its receiver ends a pass and requests the message.
+class Waits(NamedTuple):
+    """Waits of pipeline ranks for messages and gathers, by the job's options and the library of messages."""
+
+    meets_receivers: bool
+    """True if a message between stages starts only when its receiver ends a pass and requests the message.
 
     Without `overlap_p2p_comm` Megatron requests a message just before the pass that needs the message. Megatron sets
     `overlap_p2p_comm` by default with virtual stages, and ignores it without virtual stages (arguments.py,
@@ -437,27 +440,28 @@ def meets_receivers(job: Job, vpp: int, device_kind: str) -> bool:
     even after a late request. Messages over NCCL have not been measured. The prediction lets NCCL send before the
     request, which lowers its error on published step times by 0.1 to 0.7 percentage points.
     """
-    return device_kind == "cpu" and (vpp == 1 or not performance_options(job).overlap_p2p_comm)
-
-
-def blocks_at_ends(job: Job, vpp: int, device_kind: str) -> bool:
-    """Return True if ranks with virtual stages wait for the messages of warm-up and cool-down before their next pass.
+    blocks_at_ends: bool
+    """True if ranks with virtual stages wait for the messages of warm-up and cool-down before their next pass.
 
     Megatron overlaps the messages of warm-up and cool-down only with `overlap_p2p_comm_warmup_flush`. On 4 CPU hosts, a
     step with micro-batch groups of 4, whose warm-up and cool-down are longer, took 8 % longer than with groups of 2. A
     prediction without the wait says instead that the step with groups of 4 is 1 % shorter. Waits over NCCL have not
     been measured.
     """
-    options = performance_options(job)
-    return device_kind == "cpu" and vpp > 1 and options.overlap_p2p_comm and not options.overlap_p2p_comm_warmup_flush
+    aligns_gathers: bool
+    """True if overlapped parameter gathers start on all pipeline ranks at the same time, which Megatron does only with
+    virtual stages (arguments.py, validate_args)."""
 
-
-def aligns_gathers(job: Job, vpp: int) -> bool:
-    """Return True if overlapped parameter gathers start on all pipeline ranks at the same time.
-
-    Megatron aligns the gathers of parameters only with virtual stages (arguments.py, validate_args).
-    """
-    return vpp > 1 and performance_options(job).align_param_gather
+    @classmethod
+    def of(cls, job: Job, vpp: int, device_kind: str) -> Waits:
+        """Read the waits of a job with `vpp` chunks on each rank."""
+        options, is_cpu = performance_options(job), device_kind == "cpu"
+        overlaps = vpp > 1 and options.overlap_p2p_comm
+        return cls(
+            meets_receivers=is_cpu and not overlaps,
+            blocks_at_ends=is_cpu and overlaps and not options.overlap_p2p_comm_warmup_flush,
+            aligns_gathers=vpp > 1 and options.align_param_gather,
+        )
 
 
 def loss_report_bytes(device_kind: str) -> int:

@@ -119,9 +119,9 @@ class Order:
     """Micro-batches that a rank runs through one chunk before its next chunk; not used without interleaving."""
     num_microbatches: int
     rendezvous: bool = False
-    """True if a message starts when its receiver requests it, not when its sender is ready (`meets_receivers`)."""
+    """True if a message starts when its receiver requests it, not when its sender is ready (`Waits`)."""
     blocking_ends: bool = False
-    """True if warm-up and cool-down wait for messages before the next pass (`exchanges.blocks_at_ends`)."""
+    """True if warm-up and cool-down wait for messages before the next pass (`exchanges.Waits`)."""
 
     def __post_init__(self) -> None:
         if self.vpp > 1:

@@ -27,14 +27,7 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost import Memo
 from pipette_launch.cost.communication.collectives import Fabric, GroupsOnHosts
-from pipette_launch.cost.communication.exchanges import (
-    LayerCounts,
-    aligns_gathers,
-    exchanges_of,
-    group_sizes,
-    meets_receivers,
-    num_buckets,
-)
+from pipette_launch.cost.communication.exchanges import LayerCounts, Waits, exchanges_of, group_sizes, num_buckets
 from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.compute.stages import STAGE_FIELDS, ComputeTable
 from pipette_launch.cost.layers import parameters
@@ -455,7 +448,7 @@ class _Passes:
         elif tables.slowest > tables.fastest:
             slow = slowest = pipelines(unit, tables.slowest)
         by_paths, slow_by_paths = fast, slow
-        if meets_receivers(tables.job, int(columns.vpp[0]), tables.compute.device_kind):
+        if Waits.of(tables.job, int(columns.vpp[0]), tables.compute.device_kind).meets_receivers:
             by_paths, slow_by_paths = _with_hops_in_passes(fast), _with_hops_in_passes(slow)
         self.drains = drains(by_paths, slow=slow_by_paths if slow is not fast else None)
         # Seconds of the first stage's forward on the fastest slot, and of its backward on the slowest slot. Gradient
@@ -518,7 +511,7 @@ class _UpdatePrices:
         # Number of gradient buckets of the first stage; later stages have one bucket.
         self.buckets_T = num_buckets(sum(counts)[:, 0, 0], groups.dp * groups.cp)
         self.embedding_s_T = tables.embedding_s_N(groups)
-        self.aligns_gathers = aligns_gathers(job, int(columns.vpp[0]))
+        self.aligns_gathers = Waits.of(job, int(columns.vpp[0]), tables.compute.device_kind).aligns_gathers
 
 
 def _group_slots(tables: Tables, groups: LayoutColumns, groups_lie: GroupsLie) -> tuple[Ints, Ints]:

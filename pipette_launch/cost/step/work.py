@@ -9,14 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipette_launch.cost.communication.exchanges import (
-    StepTraffic,
-    aligns_gathers,
-    blocks_at_ends,
-    exchanges,
-    meets_receivers,
-    step_traffic,
-)
+from pipette_launch.cost.communication.exchanges import StepTraffic, Waits, exchanges, step_traffic
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers.block import residual_bytes
 from pipette_launch.cost.layers.parameters import OnceAStep, expert_dp, gradient_bytes_per_parameter, shard_copies
@@ -71,15 +64,11 @@ class LayoutWork:
         num_microbatches = layout.num_microbatches(job.batch.global_batch_size)
         passes = compute.chunk_passes(layout)
         traffic = step_traffic(job, layout)
+        meets, blocks, aligns = Waits.of(job, layout.vpp, compute.device_kind)
         work = cls(
             layout=layout,
             num_microbatches=num_microbatches,
-            engine=engine_of(
-                layout,
-                num_microbatches,
-                rendezvous=meets_receivers(job, layout.vpp, compute.device_kind),
-                blocking_ends=blocks_at_ends(job, layout.vpp, compute.device_kind),
-            ),
+            engine=engine_of(layout, num_microbatches, rendezvous=meets, blocking_ends=blocks),
             **{f"{name}_S": np.array([getattr(chunk, name) for chunk in passes]) for name in _PASSES},
             exchanges=exchanges(job, layout, compute.hiding(layout), domain),
             hop_bytes=residual_bytes(job.model, layout),
@@ -87,7 +76,7 @@ class LayoutWork:
             gradient_bytes_S2=np.array(traffic.gradient_bytes, dtype=np.float64),
             parameter_bytes_S2=np.array(traffic.parameter_bytes, dtype=np.float64),
             reduce_kind="reduce_scatter" if layout.use_distributed_optimizer else "all_reduce",
-            aligns_gathers=aligns_gathers(job, layout.vpp),
+            aligns_gathers=aligns,
             loss_s=loss_s,
             expert_dp=expert_dp(layout),
             shard_copies=shard_copies(job),

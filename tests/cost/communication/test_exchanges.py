@@ -10,11 +10,9 @@ from facts_for_tests import expert_groups, groups_of, tiny_job, tiny_model
 from pipette_launch.cost.communication.exchanges import (
     Groups,
     Ranks,
-    aligns_gathers,
-    blocks_at_ends,
+    Waits,
     exchanges,
     group_sizes,
-    meets_receivers,
     step_traffic,
 )
 from pipette_launch.cost.layers.block import residual_bytes
@@ -542,10 +540,10 @@ def test_gloo_sends_what_is_asked_for() -> None:
     """Without virtual stages, or without overlap; what NCCL does is not known, so its messages travel ahead."""
     apart = replace(tiny_job(2), performance_flags=("--no-overlap-p2p-communication",))
 
-    assert meets_receivers(tiny_job(2), 1, "cpu")
-    assert not meets_receivers(tiny_job(2), 2, "cpu")
-    assert meets_receivers(apart, 2, "cpu")
-    assert not meets_receivers(tiny_job(2), 1, "cuda")
+    assert Waits.of(tiny_job(2), 1, "cpu").meets_receivers
+    assert not Waits.of(tiny_job(2), 2, "cpu").meets_receivers
+    assert Waits.of(apart, 2, "cpu").meets_receivers
+    assert not Waits.of(tiny_job(2), 1, "cuda").meets_receivers
 
 
 def test_warm_up_and_cool_down_wait_for_their_messages_unless_the_user_asks_early() -> None:
@@ -553,19 +551,19 @@ def test_warm_up_and_cool_down_wait_for_their_messages_unless_the_user_asks_earl
     early = tiny_job(2, performance_flags=("--overlap-p2p-communication-warmup-flush",))
     apart = tiny_job(2, performance_flags=("--no-overlap-p2p-communication",))
 
-    assert blocks_at_ends(tiny_job(2), 2, "cpu")
-    assert not blocks_at_ends(tiny_job(2), 1, "cpu")
-    assert not blocks_at_ends(tiny_job(2), 2, "cuda")
-    assert not blocks_at_ends(early, 2, "cpu")
-    assert not blocks_at_ends(apart, 2, "cpu")
+    assert Waits.of(tiny_job(2), 2, "cpu").blocks_at_ends
+    assert not Waits.of(tiny_job(2), 1, "cpu").blocks_at_ends
+    assert not Waits.of(tiny_job(2), 2, "cuda").blocks_at_ends
+    assert not Waits.of(early, 2, "cpu").blocks_at_ends
+    assert not Waits.of(apart, 2, "cpu").blocks_at_ends
 
 
 def test_gathers_are_aligned_with_virtual_stages_unless_the_user_says_no() -> None:
     """Megatron's default with them; without them it never aligns."""
     plain, other = tiny_job(), tiny_job(performance_flags=("--no-align-param-gather",))
 
-    assert [True, False] == [aligns_gathers(plain, vpp) for vpp in (2, 1)]
-    assert not aligns_gathers(other, 2)
+    assert [True, False] == [Waits.of(plain, vpp, "cuda").aligns_gathers for vpp in (2, 1)]
+    assert not Waits.of(other, 2, "cuda").aligns_gathers
 
 
 def test_prediction_copies_the_embedding_of_an_untied_head_too() -> None:

@@ -19,30 +19,11 @@ from typing import Literal
 import numpy as np
 
 from pipette_launch.cost.pipeline.engine import Engine, StageTimes
-from pipette_launch.cost.pipeline.extra.drafts import (
-    SchedulingProblem,
-    one_forward_one_backward_v,
-    refilled,
-    v_schedule,
-    zero_bubble,
-)
+from pipette_launch.cost.pipeline.extra import drafts
 from pipette_launch.errors import FactError, LayoutError
+from pipette_launch.facts import schedule as orders
 from pipette_launch.facts.layout import Floats, Ints
-from pipette_launch.facts.schedule import (
-    Action,
-    Message,
-    Placement,
-    Program,
-    Schedule,
-    eager_one_forward_one_backward,
-    grouped_split,
-    interleaved,
-    interleaved_zero_bubble,
-    message_to,
-    one_forward_one_backward,
-    programs,
-    rank_of,
-)
+from pipette_launch.facts.schedule import Action, Message, Placement, Program, Schedule, message_to, programs, rank_of
 from pipette_launch.text import did_you_mean
 
 Chunks = Literal["one", "two", "several"]
@@ -57,7 +38,7 @@ class NamedSchedule:
     micro-batch counts until its weight gradient (W) has run."""
     by_counts: Callable[[int, int, int, int], Schedule] | None = None
     """Function of (pp, vpp, micro-batches, group size)."""
-    by_times: Callable[[SchedulingProblem], Schedule] | None = None
+    by_times: Callable[[drafts.SchedulingProblem], Schedule] | None = None
     chunks: Chunks = "one"
     """Number of chunks that the schedule allows on each rank, as a word such as `one` or `several`."""
     placement: Placement = "loop"
@@ -72,19 +53,19 @@ SCHEDULES: dict[str, NamedSchedule] = {
     # 1F1B runs one forward and one backward in turn.
     "1f1b": NamedSchedule(
         peak=lambda p, _v, _g: p,
-        by_counts=lambda p, _v, n, _g: one_forward_one_backward(p, n),
+        by_counts=lambda p, _v, n, _g: orders.one_forward_one_backward(p, n),
         splits_backward=False,
     ),
     # Eager 1F1B runs up to twice as many forwards ahead as 1F1B.
     "eager-1f1b": NamedSchedule(
         peak=lambda p, _v, _g: 2 * p - 1,
-        by_counts=lambda p, _v, n, _g: eager_one_forward_one_backward(p, n),
+        by_counts=lambda p, _v, n, _g: orders.eager_one_forward_one_backward(p, n),
         splits_backward=False,
     ),
     # Interleaved 1F1B is Megatron's schedule of virtual stages.
     "interleaved-1f1b": NamedSchedule(
         peak=lambda p, v, g: (2 * (p - 1) + (v - 1) * g + 1) / v,
-        by_counts=interleaved,
+        by_counts=orders.interleaved,
         chunks="several",
         splits_backward=False,
         has_groups=True,
@@ -93,35 +74,37 @@ SCHEDULES: dict[str, NamedSchedule] = {
     # Groups of `gis` may have as few micro-batches as half the pipeline ranks.
     "gis": NamedSchedule(
         peak=lambda p, v, g: (g * (v - 1) + p) / v,
-        by_counts=grouped_split,
+        by_counts=orders.grouped_split,
         chunks="several",
         refills=True,
         has_groups=True,
     ),
     # Schedule `zb-h1` is 1F1B in which each rank delays weight gradients by a fixed number of micro-batches.
-    "zb-h1": NamedSchedule(peak=lambda p, _v, _g: p, by_counts=lambda p, _v, n, _g: interleaved_zero_bubble(p, 1, n)),
+    "zb-h1": NamedSchedule(
+        peak=lambda p, _v, _g: p, by_counts=lambda p, _v, n, _g: orders.interleaved_zero_bubble(p, 1, n)
+    ),
     # Schedule `interleaved-zb` has interleaved groups, a short warm-up, and delayed weight gradients.
     "interleaved-zb": NamedSchedule(
         peak=lambda p, _v, _g: p,
-        by_counts=lambda p, v, n, _g: interleaved_zero_bubble(p, v, n),
+        by_counts=lambda p, v, n, _g: orders.interleaved_zero_bubble(p, v, n),
         chunks="several",
         refills=True,
     ),
     # ZB-1P delays weight gradients to fill bubbles within the memory of 1F1B, and ZB-2P within twice this memory.
-    "zb-1p": NamedSchedule(peak=lambda p, _v, _g: p, by_times=lambda problem: zero_bubble("zb-1p", problem)),
-    "zb-2p": NamedSchedule(peak=lambda p, _v, _g: 2 * p, by_times=lambda problem: zero_bubble("zb-2p", problem)),
+    "zb-1p": NamedSchedule(peak=lambda p, _v, _g: p, by_times=lambda problem: drafts.zero_bubble("zb-1p", problem)),
+    "zb-2p": NamedSchedule(peak=lambda p, _v, _g: 2 * p, by_times=lambda problem: drafts.zero_bubble("zb-2p", problem)),
     # V-ZB has a V placement within the memory of 1F1B. If passes are half a period apart from rank to rank, all ranks
     # run the same order, so the steady periods have no bubble.
     "v-zb": NamedSchedule(
         peak=lambda p, _v, _g: p,
-        by_times=lambda problem: v_schedule("v-zb", problem, ((3, 3, 3, 3),)),
+        by_times=lambda problem: drafts.v_schedule("v-zb", problem, ((3, 3, 3, 3),)),
         chunks="two",
         placement="v",
     ),
     # V-Half has a V placement within half of the memory of 1F1B, and V-Min within a third.
     "v-half": NamedSchedule(
         peak=lambda p, _v, _g: (p + 2) // 2,
-        by_times=lambda problem: v_schedule(
+        by_times=lambda problem: drafts.v_schedule(
             "v-half", problem, ((2, 1, 1, 2), (1, 2, 1, 2), (2, 1, 2, 1), (1, 2, 2, 1))
         ),
         chunks="two",
@@ -129,14 +112,14 @@ SCHEDULES: dict[str, NamedSchedule] = {
     ),
     "v-min": NamedSchedule(
         peak=lambda p, _v, _g: (p + 4) // 3,
-        by_times=lambda problem: v_schedule("v-min", problem, ((1, 1, 1, 1),)),
+        by_times=lambda problem: drafts.v_schedule("v-min", problem, ((1, 1, 1, 1),)),
         chunks="two",
         placement="v",
     ),
     # 1F1B-V has a V placement with whole backwards, within two thirds of the memory of 1F1B.
     "1f1b-v": NamedSchedule(
         peak=lambda p, _v, _g: (2 * p + 2) // 3,
-        by_times=one_forward_one_backward_v,
+        by_times=drafts.one_forward_one_backward_v,
         chunks="two",
         placement="v",
         splits_backward=False,
@@ -173,7 +156,7 @@ def named_schedule(
         forward_s=one, backward_s=(2.0,) * stages, input_s=one, weight_s=one, forward_hop_s=hops, backward_hop_s=hops
     )
     held = tuple(held_S) if held_S is not None else (1 / vpp,) * stages
-    problem = SchedulingProblem(
+    problem = drafts.SchedulingProblem(
         pp=pp,
         vpp=vpp,
         placement=known.placement,
@@ -185,7 +168,7 @@ def named_schedule(
     if known.splits_backward and not problem.times.input_s:
         raise FactError(f"{name} splits the backward: give input_s and weight_s of each stage")
     if known.by_counts:
-        return refilled(known.by_counts(*counts), problem)
+        return drafts.refilled(known.by_counts(*counts), problem)
     assert known.by_times
     return known.by_times(problem)
 

@@ -172,6 +172,7 @@ TABLE = (
     needs("fp4_param", "--fp4-format"),
     needs("fp4_param_gather", "--fp4-format"),
     needs("fp8_param_gather", "--fp8-format"),
+    needs("fp8_param_gather", "--use-distributed-optimizer", when=lambda f: f.optimizer == SHARDED_MUON),
     needs("fp8_recipe", "--fp8-quantizer-factory", when=lambda f: f.fp8 and f.fp8_recipe == "custom"),
     needs("fp4_recipe", "--fp4-quantizer-factory", when=lambda f: f.fp4 and f.fp4_recipe == "custom"),
     needs("reuse_grad_buf_for_mxfp8_param_ag", "--fp8-param-gather", when=lambda f: not f.use_torch_fsdp2),
@@ -435,6 +436,10 @@ def _saved_activations(f: FlagView) -> Iterator[Fault]:
     within = offloaded & {"expert_fc1", "moe_act"}
     if "fused_group_mlp" in offloaded and (within or not f.use_transformer_engine_op_fuser):
         yield "offload_modules", "fused_group_mlp needs --use-transformer-engine-op-fuser, and no module within it"
+    limit = f.fine_grained_offloading_max_inflight_offloads
+    if offloaded and f.graphs == ITERATION and f.release >= (0, 18) and (limit is None or limit < 0):
+        reason = "with a graph of whole iterations needs --fine-grained-offloading-max-inflight-offloads of at least 0"
+        yield "fine_grained_activation_offloading fine_grained_offloading_max_inflight_offloads", reason
     share, delta = f.activation_offload_fraction, f.delta_offload_bytes_across_pp_ranks
     if offloaded and share is not None and not (0 <= share <= 1 and delta >= 0):
         names = "activation_offload_fraction delta_offload_bytes_across_pp_ranks"

@@ -69,6 +69,7 @@ def test_contradictions_are_refused(words: str, message: str) -> None:
     assert str(error.value).endswith(("change one of them", "change or remove it"))
 
 
+OFFLOAD = "--transformer-impl transformer_engine --fine-grained-activation-offloading --offload-modules core_attn"
 OVERLAP = f"{EXPERTS} --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --bf16"
 PRECISE = "--use-precision-aware-optimizer --use-distributed-optimizer"
 
@@ -132,6 +133,16 @@ PRECISE = "--use-precision-aware-optimizer --use-distributed-optimizer"
             "the whole iteration needs --cuda-graph-impl local",
         ),
         ("--step-batch-size-schedule 0:8", "0.20", "exclude each other"),
+        (
+            "--bf16 --fp8-format hybrid --fp8-param-gather --optimizer dist_muon",
+            "0.20",
+            "needs --use-distributed-optimizer",
+        ),
+        (
+            f"{OFFLOAD} --cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad",
+            "0.20",
+            "needs --fine-grained-offloading-max-inflight-offloads",
+        ),
     ],
 )
 def test_contradictions_that_no_drawn_line_has_are_refused(words: str, version: str, reason: str) -> None:

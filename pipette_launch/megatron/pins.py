@@ -132,8 +132,8 @@ def _check_offloading(arguments: Arguments) -> None:
 
 
 def _check_hybrid(arguments: Arguments) -> None:
-    if arguments.get("fine_grained_activation_offloading"):
-        reason = "offloading of activations is not modelled for hybrid models"
+    if arguments.get("fine_grained_activation_offloading") and release_of(arguments.version) < (0, 18):
+        reason = "before 0.18 hybrid models do not offload activations"
         raise arguments.refusal(reason, "fine_grained_activation_offloading")
     if arguments.get("use_torch_fsdp2"):
         raise arguments.refusal("the wrapping of hybrid models by torch FSDP is not modelled", "use_torch_fsdp2")

@@ -23,7 +23,7 @@ from pipette_launch.cost.layers.passes import Load, PassLoads, is_captured
 from pipette_launch.cost.layers.sparse import SharedSparse, Sparse
 from pipette_launch.facts.job import ITERATION, Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.model import BLOCKS, TRANSFORMER_KINDS, BlockKind, LayerKind, ModelSpec
+from pipette_launch.facts.model import BLOCKS, BlockKind, LayerKind, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
 CLASSES: dict[BlockKind, type[Block]] = {
@@ -67,7 +67,7 @@ def kept_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
     kept = found.total - found.recomputed(modules)
     if "core_attn" in modules and isinstance(first := blocks_of(job.model, layout, kind)[0], Attention):
         kept += first.held_for_recompute_bytes()
-    return kept - (offloaded(job, layout, kind).mean_left if kind in TRANSFORMER_KINDS else 0)
+    return kept - offloaded(job, layout, kind).mean_left
 
 
 def backward_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
@@ -80,7 +80,9 @@ def backward_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
     """
     model, blocks = job.model, BLOCKS[kind]
     if "mamba" in blocks:
-        return Mamba(model, layout).backward_bytes(job)
+        # The offloaded tensors of a layer below may be back on the device already.
+        returned = max(offloaded(job, layout, other).moved for other in {*model.layer_kinds})
+        return Mamba(model, layout).backward_bytes(job) + returned
     has_experts = "experts" in blocks
     mixers = (block for block in blocks_of(model, layout, kind) if isinstance(block, (Attention, Delta)))
     mixer = next(mixers, Attention(model, layout))

@@ -417,6 +417,20 @@ def test_a_layer_keeps_what_does_not_leave() -> None:
         assert there - away == offloaded(offloading_job(ALL), layout, "moe_layer").left
 
 
+def test_layers_of_hybrid_models_offload_the_parts_that_they_have() -> None:
+    """Experts offload theirs; while a Mamba layer runs its backward, the experts below may be back already."""
+    words = ("--fine-grained-activation-offloading", "--offload-modules expert_fc1", "--moe-grouped-gemm")
+    flags = (*words, "--min-offloaded-tensor-size 1")
+    whole, away = hybrid_job("M*-E", "", "--moe-grouped-gemm"), hybrid_job("M*-E", "", *flags)
+    moved = offloaded(away, Layout(), "expert_layer").moved
+
+    assert [0, 0, 0] == [
+        offloaded(away, Layout(), kind).left for kind in ("mamba_layer", "attention_layer", "mlp_layer")
+    ]
+    assert moved == kept_bytes(whole, Layout(), "expert_layer") - kept_bytes(away, Layout(), "expert_layer") > 0
+    assert moved == backward_bytes(away, Layout(), "mamba_layer") - backward_bytes(whole, Layout(), "mamba_layer")
+
+
 def test_unfused_cores_bring_their_probabilities_back_twice() -> None:
     """Softmax and product save one tensor without dropout; and a forward beside them makes scores of its own."""
     scores = 2 * 4 * 1024 * 1024

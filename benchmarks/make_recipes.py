@@ -73,6 +73,7 @@ SAME = {
         "expert_tensor_parallel_size sequence_parallel microbatch_group_size_per_vp_stage cp_comm_type "
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split recompute_granularity "
         "fine_grained_activation_offloading activation_offload_fraction min_offloaded_tensor_size moe_router_fusion "
+        "fine_grained_offloading_max_inflight_offloads "
         "moe_token_dispatcher_type moe_flex_dispatcher_backend moe_grouped_gemm moe_permute_fusion "
         "moe_shared_expert_overlap moe_router_force_load_balancing moe_router_padding_for_quantization "
         "moe_router_padding_for_fp8 moe_expert_rank_capacity_factor moe_expert_capacity_factor moe_router_dtype "
@@ -83,7 +84,7 @@ SAME = {
     "train": "global_batch_size micro_batch_size",
     "ddp": (
         "use_distributed_optimizer overlap_grad_reduce overlap_param_gather use_megatron_fsdp fsdp_double_buffer "
-        "nccl_ub suggested_communication_unit_size keep_fp8_transpose_cache"
+        "suggested_communication_unit_size keep_fp8_transpose_cache"
     ),
     "optimizer": "optimizer use_precision_aware_optimizer",
     "comm_overlap": "overlap_moe_expert_parallel_comm delay_wgrad_compute",
@@ -219,6 +220,7 @@ def flags_of(recipe: Recipe) -> dict[str, Any]:
     flags["cross-entropy-fusion-impl"] = model.cross_entropy_fusion_impl
     # Bridge gives the buffers of gradients no layout of whole matrices.
     flags["no-use-layer-wise-param-layout"] = "muon" in (types.optimizer or "")
+    flags["use-nccl-ub"] = recipe.ddp.nccl_ub
     flags["no-gradient-accumulation-fusion"] = model.gradient_accumulation_fusion is False
     flags["no-check-for-nan-in-loss-and-grad"] = True
     flags["tp-comm-overlap"] = bool(

@@ -24,6 +24,7 @@ _FIRST_VIEW = (0, 18)
 
 Earlier releases copy the convolved channels, and the convolution keeps the copy.
 """
+_FIRST_WHOLE_EXCHANGE = (0, 19)
 
 
 class Delta(Block):
@@ -112,9 +113,13 @@ class Delta(Block):
         """Return the FLOPs per token of the input projection."""
         return 2.0 * self.model.hidden_size * self.net.projected
 
-    def exchanges(self, _job: Job, once_S: Ints, again_S: Ints, _domain: int) -> Iterator[Exchange]:
-        """Yield the all-to-alls from split tokens to split heads before the convolution, and back after the norm."""
+    def exchanges(self, job: Job, once_S: Ints, again_S: Ints, _domain: int) -> Iterator[Exchange]:
+        """Yield the all-to-alls from split tokens to split heads before the convolution, and back after the norm.
+
+        Before 0.19 each of the six sections of projected channels has its own exchange.
+        """
         if self.layout.cp > 1:
-            turned = (self.net.projected + self.net.values) // self.layout.tp
-            sent = self.model.dtype_bytes * self.tokens * turned
-            yield Exchange.of("all_to_all", "cp", sent, once_S, once_S + again_S)
+            row, sections = self.model.dtype_bytes * self.tokens, 6 if job.release < _FIRST_WHOLE_EXCHANGE else 1
+            for width, times in ((self.net.projected // self.layout.tp, sections), (self.values, 1)):
+                counts = (times * once_S, times * (once_S + again_S))
+                yield Exchange.of("all_to_all", "cp", row * width / times, *counts)

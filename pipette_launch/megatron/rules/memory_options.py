@@ -34,9 +34,10 @@ def state_faults(rules: Rules, tp: int, cp: int, options: MemoryOptions) -> Brok
 def _sequence_faults(rules: Rules, tp: int, cp: int, options: MemoryOptions) -> Broken:
     model = rules.job.model
     if not options.sequence_parallel:
-        if model.num_experts and tp > 1:
+        needy = "experts" if model.num_experts else "layers of sparse attention" if model.sparse_attention else ""
+        if needy and tp > 1:
             remedy = "add --sequence-parallel or use --tensor-model-parallel-size 1"
-            yield BrokenRule("experts with tp > 1 need sequence parallelism", ("tp",), remedy)
+            yield BrokenRule(f"{needy} with tp > 1 need sequence parallelism", ("tp",), remedy)
         if rules.options.tp_comm_overlap:
             remedy = "add --sequence-parallel with --tensor-model-parallel-size above 1, or remove it"
             yield BrokenRule(f"{flag_of('tp_comm_overlap')} needs sequence parallelism", ("tp",), remedy)

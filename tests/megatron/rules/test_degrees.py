@@ -39,6 +39,7 @@ def test_overlapped_experts_with_prediction_need_a_pipeline() -> None:
         (Layout(pp=2, layers_per_chunk=(3, 5)), None),
         (Layout(pp=2, layers_per_chunk=(4, 4)), "a layer takes selected keys from a layer of another chunk"),
         (Layout(cp=2), None),
+        (Layout(tp=2), "layers of sparse attention with tp > 1 need sequence parallelism"),
     ],
 )
 def test_layers_share_selected_keys_within_a_chunk(layout: Layout, fault: str | None) -> None:

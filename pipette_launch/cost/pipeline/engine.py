@@ -17,19 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.errors import FactError
+from pipette_launch.facts import schedule as orders
 from pipette_launch.facts.layout import Floats, Ints, Layout
-from pipette_launch.facts.schedule import (
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    WEIGHT,
-    Columns,
-    PassTimes,
-    Schedule,
-    check_interleaving,
-    num_warmup,
-    positions,
-)
+from pipette_launch.facts.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Columns, Schedule, check_interleaving
 from pipette_launch.installed import compiled
 
 NANOSECOND_S = 1e-9
@@ -70,7 +60,7 @@ class StageTimes:
         return [*self.forward_hop_s, *self.backward_hop_s, 0.0]
 
     @property
-    def expected(self) -> PassTimes:
+    def expected(self) -> orders.PassTimes:
         """Times of passes and messages in nanoseconds, including guessed input and weight gradients if unknown."""
         stages = len(self.forward_s)
         durations = [max(1, round(seconds / NANOSECOND_S)) for seconds in self.durations_s]
@@ -78,7 +68,7 @@ class StageTimes:
         input_, weight = halves or (backward, backward)
         hops = (self.forward_hop_s, self.backward_hop_s)
         forward_hop, backward_hop = (tuple(round(seconds / NANOSECOND_S) for seconds in each) for each in hops)
-        return PassTimes(
+        return orders.PassTimes(
             forward=forward,
             backward=backward,
             input=input_,
@@ -152,7 +142,7 @@ class Order:
         """Number of forwards that each rank runs before its first backward, if there are enough micro-batches."""
         if self.vpp == 1:
             return np.arange(self.pp - 1, -1, -1)
-        return np.array([num_warmup(self.pp, self.vpp, self.group_size, rank) for rank in range(self.pp)])
+        return np.array([orders.num_warmup(self.pp, self.vpp, self.group_size, rank) for rank in range(self.pp)])
 
     @cached_property
     def columns(self) -> Columns:
@@ -214,7 +204,7 @@ def _graph_of(schedule: Schedule | Order) -> Graph:
     columns = schedule.columns
     rank_A, stage_A, kind_A, microbatch_A = columns
     is_first_A = np.concatenate(([True], rank_A[1:] != rank_A[:-1]))
-    place_SKM = positions(columns, num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches)
+    place_SKM = orders.positions(columns, num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches)
     back_SM = np.maximum(place_SKM[:, BACKWARD], place_SKM[:, INPUT])
     nothing_1M = np.full((1, schedule.num_microbatches), NO_ACTION)
     forward_cause_SM = np.concatenate((nothing_1M, place_SKM[:-1, FORWARD]))

@@ -13,7 +13,13 @@ from pipette_launch.errors import MegatronError
 from pipette_launch.facts.job import PerformanceOptions, flag_of
 from pipette_launch.megatron import read_job
 from pipette_launch.megatron.flags import flag_table, releases
-from pipette_launch.megatron.performance import allocator_config, allocator_options, given_options, performance_options
+from pipette_launch.megatron.performance import (
+    allocator_config,
+    allocator_options,
+    given_options,
+    performance_options,
+    plannable_offload,
+)
 
 NAMES = [option.name for option in fields(PerformanceOptions)]
 
@@ -212,3 +218,22 @@ def test_flags_without_a_price_get_one_note() -> None:
     assert any(note.endswith("without these flags: --deterministic-mode") for note in job.notes)
     named = "--flash-attention-version 2, --moe-hybridep-num-sms 24"
     assert found == [[f"not priced, so time and memory are predicted as without these flags: {named}"], []]
+
+
+@pytest.mark.parametrize(
+    ("flags", "version", "sets"),
+    [
+        ("", "0.19.0", [("qkv_linear", "core_attn", "attn_proj")]),
+        ("", "0.18.0", []),
+        ("--cuda-graph-impl local", "0.19.0", []),
+        ("--fine-grained-activation-offloading --offload-modules core_attn", "0.19.0", []),
+        ("--attention-backend unfused", "0.19.0", []),
+        ("--num-experts 4 --moe-grouped-gemm --attention-backend unfused", "0.19.0", [("expert_fc1", "moe_act")]),
+    ],
+)
+def test_a_plan_offloads_only_if_no_flag_decides(flags: str, version: str, sets: list[tuple[str, ...]]) -> None:
+    """The user's own modules, graphs and older releases leave no choice."""
+    words = [*SMALL, "--transformer-impl", "transformer_engine", "--bf16", *flags.split()]
+    job = read_job(words, world_size=8, megatron_version=version, device_kind="cuda")
+
+    assert plannable_offload(job) == sets

@@ -15,6 +15,7 @@ attention's products, embedding, output layer, router, norms, activations, dispa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -402,10 +403,13 @@ def _host_leads(job: Job, device: DeviceSpec, layout: Layout) -> tuple[float, fl
     hybrid = job.model.hybrid
     if hybrid.has_mamba if hybrid else not job.model.linear_layers:
         return None
-    loads = sum((kind_loads(job, layout, kind) for kind in job.model.layer_kinds), PassLoads())
-    precision, backward = Precision.of(job, device), loads.input_grad + loads.weight_grad
-    hosts = [(host_s(device, load), device_s(device, precision, load)) for load in (loads.forward, backward)]
-    forward, back = (max(0.0, 1 - busy / host) if host else 0.0 for host, busy in hosts)
+    precision, launch_s, busy_s = Precision.of(job, device), [0.0, 0.0], [0.0, 0.0]
+    for kind, count in Counter(job.model.layer_kinds).items():
+        loads = kind_loads(job, layout, kind)
+        for index, load in enumerate((loads.forward, loads.input_grad + loads.weight_grad)):
+            launch_s[index] += count * host_s(device, load)
+            busy_s[index] += count * device_s(device, precision, load)
+    forward, back = (max(0.0, 1 - busy / host) if host else 0.0 for host, busy in zip(launch_s, busy_s, strict=True))
     return forward, back
 
 

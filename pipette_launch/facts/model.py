@@ -217,6 +217,8 @@ class SparseAttention:
     """True if the loss compares scores of selected keys, not of all keys."""
     dsa_kernel_backend: Literal["none", "tilelang", "cudnn"] = "none"
     """Library of the kernels. With `none`, torch computes all scores in fp32."""
+    sft: bool = False
+    """True if batches pack several samples. Kernels then score keys under context parallelism too."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_topk_freq")

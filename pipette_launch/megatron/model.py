@@ -236,7 +236,7 @@ def _sparse_attention(arguments: Arguments) -> SparseAttention | None:
         return None
     sizes = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
     options = "dsa_indexer_loss_coeff dsa_indexer_skip_topk_offset dsa_indexer_topk_freq dsa_indexer_use_sparse_loss"
-    values = {name: arguments.get(name) for name in (*options.split(), "dsa_kernel_backend")}
+    values = {name: arguments.get(name) for name in (*options.split(), "dsa_kernel_backend", "sft")}
     values |= {name: arguments.size(name) for name in sizes}
     if arguments.get("attention_backend") == "unfused":
         values["dsa_kernel_backend"] = "none"

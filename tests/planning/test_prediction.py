@@ -373,6 +373,29 @@ def test_flags_of_late_2026_are_priced_or_noted(fewer: str, more: str, signs: st
     assert not note or any(note in each for each in {*found.notes} - {*plain.notes})
 
 
+def test_sparse_attention_is_priced_with_its_doubts() -> None:
+    """Torch's scores take longer than kernels, cp is no ring, and only the closed form counts such layers."""
+    words = (
+        "--experimental-attention-variant dsa --multi-latent-attention --kv-lora-rank 512 --no-rope-fusion "
+        "--dsa-indexer-n-heads 32 --dsa-indexer-head-dim 128 --dsa-indexer-topk 1024 --context-parallel-size 2 "
+        "--cp-comm-type allgather --seq-length 4096"
+    ).split()
+    line = [word for word in MISTRAL if word not in ("--group-query-attention", "--num-query-groups", "8")]
+    options = {"world_size": 8, "gpu": "H100", "megatron_version": "0.20"}
+    torch, kernels = (
+        predict((*line, *words, "--dsa-kernel-backend", name), **options) for name in ("none", "tilelang")
+    )
+
+    assert torch.step_time_s > 2 * kernels.step_time_s
+    kept = [found.stages[0].parts_bytes["activations"] for found in (torch, kernels)]
+    assert kept[0] > 2 * kept[1]
+    assert any("No published run had sparse attention." in note for note in kernels.notes)
+    assert any(note.startswith("Scores of sparse attention that torch computes are in fp32") for note in torch.notes)
+    assert not any("priced as a ring" in note for note in torch.notes)
+    with pytest.raises(PipetteError, match="abstract execution builds only attention, MLPs and experts of a GPT"):
+        predict((*line, *words), **options, method="abstract")
+
+
 def test_a_flag_that_is_not_priced_has_a_note() -> None:
     """A note says that an optimizer on the host is not in the predicted step."""
     flags = "--bf16 --optimizer-cpu-offload --use-precision-aware-optimizer --use-distributed-optimizer"

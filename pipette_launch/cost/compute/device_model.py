@@ -312,6 +312,8 @@ def assumptions(
         sentences.append(
             f"The scan of Mamba layers and gated delta networks moves bytes at {_scan_share(device):.0%} of {memory}."
         )
+    if job.model.sparse_attention:
+        sentences.append("Scores of sparse attention that torch computes are in fp32, 16 times slower than in 16 bits.")
     sentences += [
         f"Each kernel costs the host {efficiency.launch_s * 1e6:g} us; a pass takes the longer of host and device.",
         f"Between two steps the device waits {efficiency.step_s * 1e3:g} ms for the host.",

@@ -78,14 +78,13 @@ class Sparse(Attention):
             dropout_masks=self.dropout_mask_bytes,
         )
 
-    def core_bytes(self, job: Job) -> int:
+    def core_bytes(self, _job: Job) -> int:
         """Count the bytes that indexer and core keep: keys of all context-parallel ranks, output, indices, scores.
 
         Kernels keep indices and the log-sum-exp in 4 bytes each (CUDNN:2264). For each head, torch's core keeps three
         masks, two fp32 matrices and one 16-bit matrix of all T * s scores, and fp32 copies of query and key
         (DSA:65-130, dsa_masking.py:356-373). Both keep a copy of the value's up-projection.
         """
-        del job
         one, b, heads = self.model.dtype_bytes, self.layout.micro_batch_size, self.heads
         keys = self.tokens * self.layout.cp
         kept = one * self.value * (heads * self.latent.v_head_dim + self.tokens * self.core_heads)
@@ -117,14 +116,13 @@ class Sparse(Attention):
         query = 0 if self.keeps_query else self.model.dtype_bytes * self.tokens * self.heads * self.query
         return self.pair_bytes + query
 
-    def core_backward_bytes(self, job: Job) -> int:
+    def core_backward_bytes(self, _job: Job) -> int:
         """Count the bytes that indexer and core need for a while.
 
         cuDNN's backward copies query, output and gradient twice (CUDNN:2064-2088). For each score and head, torch's
         core needs 17 bytes in its backward, torch's loss 9, and torch's indexer 8 while the core keeps no scores yet
         (peaks of CPU runs with 512 tokens, 4 and 8 heads, and 2 and 16 heads of the indexer).
         """
-        del job
         one, heads, of_index = self.model.dtype_bytes, self.heads, self.sparse.dsa_indexer_n_heads
         loss = max(9 * of_index + 12, 17 * heads) if self.has_plain_loss else 0
         if not self.is_fused:
@@ -134,13 +132,12 @@ class Sparse(Attention):
         chunks = 3 * min(FP32_BYTES * self.scores, _SCORE_CHUNK_BYTES) * self.has_indexer
         return max(core, chunks, self.scores * loss)
 
-    def loads(self, job: Job) -> PassLoads:
+    def loads(self, _job: Job) -> PassLoads:
         """Return the work of projections, rotary embedding, indexer and core.
 
         Two products with the up-projections' weights replace the key's and value's up-projections. Their results are
         copied once, and the query is assembled by one more copy (ABS:655-696).
         """
-        del job
         rows, local, hidden, latent = self.tokens, self.local_tokens, self.model.hidden_size, self.latent
         loads = matrix(local, self.query, hidden) + matrix(rows, hidden, self.heads * latent.v_head_dim)
         loads += matrix(rows, self.heads * latent.query_channels, self.latent_query)
@@ -184,9 +181,15 @@ class Sparse(Attention):
         return Load(products=(product,), moved_bytes=moved * self.scores * heads, kernels=30)
 
     def _scored(self) -> Load:
-        """Return the work of the indexer's scores: of earlier keys by kernels, or of all keys by torch."""
-        if not self.is_fused:
-            return self._in_fp32(self.sparse.dsa_indexer_n_heads, self.sparse.dsa_indexer_head_dim, 20.0)
+        """Return the work of the indexer's scores: of earlier keys by kernels, or of all keys by torch.
+
+        Beside cuDNN torch computes the scores head by head in fp32, if samples are not packed and the scores of a rank
+        are computed in chunks or for a part of the sequence (CUDNN:626-660).
+        """
+        sparse, is_part = self.sparse, self.layout.cp > 1 or FP32_BYTES * self.scores > _SCORE_CHUNK_BYTES
+        is_kept = self.has_loss and not sparse.dsa_indexer_use_sparse_loss
+        if not self.is_fused or (sparse.dsa_kernel_backend == "cudnn" and is_part and not (sparse.sft or is_kept)):
+            return self._in_fp32(sparse.dsa_indexer_n_heads, sparse.dsa_indexer_head_dim, 20.0)
         return Load(attention_flops=1.0 * self.scores * self.width, moved_bytes=6.0 * self.scores, kernels=6)
 
     def _loss_load(self) -> Load:

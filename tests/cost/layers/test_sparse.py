@@ -94,6 +94,20 @@ def test_the_core_reads_the_selected_keys() -> None:
     assert loads.input_grad.attention_flops == 2.5 * loads.forward.attention_flops
 
 
+def test_torch_scores_parts_of_a_sequence_beside_cudnn() -> None:
+    """Head by head in fp32, unless samples are packed; TileLang's kernels score any part."""
+    whole, part = Layout(), Layout(cp=2)
+
+    def fp32(layout: Layout, **changes: Any) -> int:
+        """Products of the indexer's scores by torch."""
+        return len(Sparse(model(**changes), layout)._scored().products)
+
+    assert (0, 1) == (fp32(whole), fp32(part))
+    assert (0, 0) == (fp32(part, sft=True), fp32(part, dsa_kernel_backend="tilelang"))
+    scores = TOKENS // 2 * TOKENS
+    assert 16 * 2 * scores * 32 * 128 == Sparse(model(), part)._scored().products[0].flops
+
+
 def test_an_untrained_indexer_has_no_backward() -> None:
     """Without its loss the indexer only scores; with it, its matrices have weight gradients but no input gradients."""
     trained, untrained, shared = (

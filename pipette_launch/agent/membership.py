@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
@@ -16,7 +15,7 @@ from pipette_launch.agent.store import BROKEN, PEER_WAIT_S, AgentStore, RoundSto
 from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
-from pipette_launch.facts.messages import Arrival, Decision, Member, Members, NodeRecord
+from pipette_launch.facts.messages import Arrival, Decision, Member, Members, NodeRecord, best_left_out
 
 PROBE_S = 0.5
 PROOF_S = 1.5
@@ -335,23 +334,6 @@ class Membership:
             if one.lost == SILENT and one.peer is not None:
                 self._out_of_reach.add(one.peer.token)
         self._finders = ()
-
-
-def best_left_out(pairs: Collection[tuple[str, str]], order: Sequence[str]) -> dict[str, str]:
-    """Choose agents or hosts to leave out, so that no link of `pairs` remains; those with most links are chosen first.
-
-    Return each choice with the first agent or host at its links. Among equals, the last one in `order` is left out.
-    """
-    place = {token: index for index, token in enumerate(order)}
-    cut = {frozenset(pair) for pair in pairs if set(pair) <= set(place) and len(set(pair)) == 2}
-    left_out: dict[str, str] = {}
-    while cut:
-        missed = Counter(token for pair in cut for token in pair)
-        worst = max(missed, key=lambda token: (missed[token], place[token]))
-        others = {token for pair in cut if worst in pair for token in pair} - {worst}
-        left_out[worst] = min(others, key=place.__getitem__)
-        cut = {pair for pair in cut if worst not in pair}
-    return left_out
 
 
 def out_of_reach(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import ClassVar, Literal
@@ -407,3 +408,20 @@ class Arrival:
     """Last decision that this agent got, which the deciding agent may not know."""
     out_of_reach: tuple[str, ...] = ()
     """Tokens (identifiers) of the agents that this agent could not reach."""
+
+
+def best_left_out(pairs: Collection[tuple[str, str]], order: Sequence[str]) -> dict[str, str]:
+    """Choose agents or hosts to leave out, so that no link of `pairs` remains; those with most links are chosen first.
+
+    Return each choice with the first agent or host at its links. Among equals, the last one in `order` is left out.
+    """
+    place = {token: index for index, token in enumerate(order)}
+    cut = {frozenset(pair) for pair in pairs if set(pair) <= set(place) and len(set(pair)) == 2}
+    left_out: dict[str, str] = {}
+    while cut:
+        missed = Counter(token for pair in cut for token in pair)
+        worst = max(missed, key=lambda token: (missed[token], place[token]))
+        others = {token for pair in cut if worst in pair for token in pair} - {worst}
+        left_out[worst] = min(others, key=place.__getitem__)
+        cut = {pair for pair in cut if worst not in pair}
+    return left_out

@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from pipette_launch.agent.membership import best_left_out
 from pipette_launch.errors import ClusterError, PipetteError, UsageError
 from pipette_launch.facts import Host
 from pipette_launch.facts.health import Verdict
-from pipette_launch.facts.messages import Decision, NodeRecord
+from pipette_launch.facts.messages import Decision, NodeRecord, best_left_out
 from pipette_launch.launch.options import OnSick
 from pipette_launch.probe.health import inventory
 from pipette_launch.text import plural

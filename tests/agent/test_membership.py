@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,13 +10,11 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from launch.worlds import records
 from torch.distributed import HashStore, TCPStore
 
 from pipette_launch.agent import membership
-from pipette_launch.agent.membership import LEFT_OUT, PROBE_S, PROOF_S, Membership, Rejoin, best_left_out, out_of_reach
+from pipette_launch.agent.membership import LEFT_OUT, PROBE_S, PROOF_S, Membership, Rejoin, out_of_reach
 from pipette_launch.agent.peers import GONE, SILENT, why_unreachable
 from pipette_launch.agent.store import AgentStore, RoundStore
 from pipette_launch.errors import ClusterError
@@ -237,32 +234,6 @@ def test_who_waits_for_an_answer_does_not_read_the_list_of_all_again_and_again(m
 def member(name: str) -> Member:
     """An agent that nobody has started."""
     return Member(token=name, address=name, port=1, node_rank=-1)
-
-
-@pytest.mark.parametrize(
-    ("pairs", "expected"),
-    [
-        ([], {}),
-        ([("b", "d")], {"d": "b"}),
-        ([("d", "b"), ("b", "d")], {"d": "b"}),
-        ([("b", "c"), ("b", "d")], {"b": "c"}),
-        ([("b", "c"), ("a", "d")], {"d": "a", "c": "b"}),
-        ([("b", "x"), ("b", "b")], {}),
-    ],
-    ids=["none", "later", "both say so", "most", "two wires", "absent"],
-)
-def test_whoever_misses_most_others_is_left_out(pairs: list[tuple[str, str]], expected: dict[str, str]) -> None:
-    """Of two ends of one wire the later one; an agent that did not come counts for nothing."""
-    assert expected == best_left_out(pairs, "abcd")
-
-
-@given(st.sets(st.tuples(st.sampled_from("abcdef"), st.sampled_from("abcdef"))))
-def test_those_that_stay_all_reach_each_other(pairs: set[tuple[str, str]]) -> None:
-    """Whatever wires are cut, no pair of those that stay is among them."""
-    left_out = best_left_out(pairs, "abcdef")
-
-    stay = set("abcdef") - set(left_out)
-    assert not {pair for pair in itertools.permutations(stay, 2) if pair in pairs}
 
 
 def test_who_stands_by_is_left_out_first() -> None:

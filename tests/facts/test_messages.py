@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from facts_for_tests import tiny_job
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts import files
-from pipette_launch.facts.messages import Advice, Decision, Dimension, StageCase
+from pipette_launch.facts.messages import Advice, Decision, Dimension, StageCase, best_left_out
 
 WHOLE = Decision(phase="warmup", tokens=("t0", "t1", "t2"), hosts=("a", "b", "c"), num_slots=(2, 2, 2))
 
@@ -61,3 +65,29 @@ def test_bad_host_pairs_are_refused(pair: tuple[int, ...]) -> None:
     """A link has two ends, the lower index first."""
     with pytest.raises(FactError, match="needs two hosts"):
         Advice(host_pairs=(pair,))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        ([], {}),
+        ([("b", "d")], {"d": "b"}),
+        ([("d", "b"), ("b", "d")], {"d": "b"}),
+        ([("b", "c"), ("b", "d")], {"b": "c"}),
+        ([("b", "c"), ("a", "d")], {"d": "a", "c": "b"}),
+        ([("b", "x"), ("b", "b")], {}),
+    ],
+    ids=["none", "later", "both say so", "most", "two wires", "absent"],
+)
+def test_whoever_misses_most_others_is_left_out(pairs: list[tuple[str, str]], expected: dict[str, str]) -> None:
+    """Of two ends of one wire the later one; an agent that did not come counts for nothing."""
+    assert expected == best_left_out(pairs, "abcd")
+
+
+@given(st.sets(st.tuples(st.sampled_from("abcdef"), st.sampled_from("abcdef"))))
+def test_those_that_stay_all_reach_each_other(pairs: set[tuple[str, str]]) -> None:
+    """Whatever wires are cut, no pair of those that stay is among them."""
+    left_out = best_left_out(pairs, "abcdef")
+
+    stay = set("abcdef") - set(left_out)
+    assert not {pair for pair in itertools.permutations(stay, 2) if pair in pairs}

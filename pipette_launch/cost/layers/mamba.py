@@ -22,6 +22,8 @@ _CONVOLUTION = 4
 """Number of taps of the convolution, which no flag changes."""
 _SCAN_CHUNK = 128
 """Number of tokens in one chunk of the scan, which no flag changes."""
+_EXCHANGES = 6
+"""Number of all-to-alls of context parallelism in one pass of a layer."""
 _PER_HEAD = 3
 """Number of parameters of a head: bias of the time step, decay, and skip connection."""
 
@@ -111,9 +113,11 @@ class Mamba(Block):
     def exchanges(self, _job: Job, once_S: Ints, again_S: Ints, _domain: int) -> Iterator[Exchange]:
         """Yield the all-to-alls from split tokens to split heads before the scan, and back after the scan.
 
-        Source: mamba_context_parallel.py of core_v0.17.1.
+        Gates, inputs, B, C, time steps and outputs have separate exchanges, which count as six equal exchanges
+        (mamba_context_parallel.py of core_v0.17.1).
         """
         if self.layout.cp > 1:
             turned = self.mixer.mamba_projected + self.mixer.mamba_channels
             sent = self.model.dtype_bytes * self.tokens * turned / self.layout.tp
-            yield Exchange.of("all_to_all", "cp", sent, once_S, once_S + again_S)
+            counts = (_EXCHANGES * once_S, _EXCHANGES * (once_S + again_S))
+            yield Exchange.of("all_to_all", "cp", sent / _EXCHANGES, *counts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
@@ -78,6 +79,14 @@ def test_the_scan_moves_bytes_by_channels_states_and_scores() -> None:
     assert one.input_grad.scan_bytes > 2 * one.forward.scan_bytes
     assert 0 == one.forward.moved_bytes
     assert 32 * 2 * 2 * 4 * (336 + 128) == two.forward.moved_bytes
+
+
+def test_context_parallelism_exchanges_tokens_for_heads() -> None:
+    """336 projected channels in five exchanges, and 128 channels back, in 4 bytes for 16 tokens."""
+    (found,) = Mamba(tiny_model(hybrid=SIZES), Layout(cp=2)).exchanges(tiny_job(), np.array([1]), np.array([1]), 8)
+
+    assert ((6.0,), (12.0,)) == (found.forward, found.backward)
+    assert 4 * 16 * (336 + 128) == pytest.approx(6 * found.size_bytes)
 
 
 def test_the_two_blocks_of_a_layer_ask_for_what_the_layer_asks() -> None:

@@ -312,9 +312,10 @@ def _kinds_faults(rules: Rules, pp: int, layers_per_chunk: tuple[int, ...]) -> B
         # Megatron makes the same check (_validate_dsa_index_share_pipeline_split of core_v0.19).
         ends = zip(accumulate(layers_per_chunk), layers_per_chunk, strict=True)
         layers = ((end - size, number) for end, size in ends for number in range(end - size + 1, end + 1))
-        if any("sparse" in kinds[number - 1] and sparse.source(number) <= start for start, number in layers):
+        sources = [(start, sparse.source(number)) for start, number in layers if "sparse" in kinds[number - 1]]
+        if any(source <= start or "sparse" not in kinds[source - 1] for start, source in sources):
             names = ("pp", "layers_per_chunk", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset")
-            yield BrokenRule("a layer takes selected keys from a layer of another chunk", names)
+            yield BrokenRule("a layer takes selected keys from another chunk, or from a layer without keys", names)
     if not _reports_losses(rules, pp, layers_per_chunk):
         reason = "before 0.17, auxiliary losses with multi-token prediction need experts on each pipeline rank"
         yield BrokenRule(reason, ("pp", "layers_per_chunk", "mtp_num_layers"), is_refused=False)

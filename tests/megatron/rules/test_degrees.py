@@ -37,7 +37,10 @@ def test_overlapped_experts_with_prediction_need_a_pipeline() -> None:
     ("layout", "fault"),
     [
         (Layout(pp=2, layers_per_chunk=(3, 5)), None),
-        (Layout(pp=2, layers_per_chunk=(4, 4)), "a layer takes selected keys from a layer of another chunk"),
+        (
+            Layout(pp=2, layers_per_chunk=(4, 4)),
+            "a layer takes selected keys from another chunk, or from a layer without keys",
+        ),
         (Layout(cp=2), None),
         (Layout(tp=2), "layers of sparse attention with tp > 1 need sequence parallelism"),
     ],
@@ -63,6 +66,12 @@ def test_layers_share_selected_keys_within_a_chunk(layout: Layout, fault: str | 
     assert fault == (found.reason if found else None)
     assert ring is not None
     assert "sparse attention can only gather keys over cp" == ring.reason
+    # Layer 3 of the pattern takes keys from layer 2, an MLP.
+    pattern = replace(HYBRID, pattern="D-D-D-D-")
+    mixed = replace(job, model=replace(model, hybrid=pattern))
+    between = broken_rule(Rules.of(mixed, device_kind="cuda"), Layout())
+    assert between is not None
+    assert "from a layer without keys" in between.reason
 
 
 HYBRID = HybridLayers(pattern="M*M-", mamba_state_dim=16, mamba_head_dim=8, mamba_num_groups=2, mamba_num_heads=16)

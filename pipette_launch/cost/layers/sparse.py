@@ -150,29 +150,22 @@ class Sparse(Attention):
         return loads + PassLoads(forward=turn, input_grad=turn) + self.core_loads()
 
     def core_loads(self) -> PassLoads:
-        """Return the work of indexer and core."""
-        return self._indexer_loads() + self._selected_loads()
+        """Return the work of the core, and of the indexer, whose matrices run whole on every tensor rank.
 
-    def _indexer_loads(self) -> PassLoads:
-        """Return the work of the indexer, whose matrices run whole on every tensor rank, and of its loss.
-
-        Gradients of the loss stop at the indexer's inputs, so its matrices have no input gradients.
+        Gradients of the loss stop at the indexer's inputs, so its matrices have no input gradients. The backward of
+        torch's loss computes all scores again, and three products with the indexer's queries and keys.
         """
+        found, sparse = self._selected_loads(), self.sparse
         if not self.has_indexer:
-            return PassLoads()
-        sparse, hidden = self.sparse, self.model.hidden_size
+            return found
         linears = matrix(self.tokens, self.width, self.latent_query)
-        for outputs in (sparse.dsa_indexer_head_dim, sparse.dsa_indexer_n_heads):
-            linears += matrix(self.tokens, outputs, hidden)
-        found = PassLoads(forward=linears.forward + Load(kernels=40) + self._scored())
+        linears += matrix(self.tokens, sparse.dsa_indexer_head_dim + sparse.dsa_indexer_n_heads, self.model.hidden_size)
+        found += PassLoads(forward=linears.forward + Load(kernels=40) + self._scored())
         if not self.has_loss:
             return found
-        found += PassLoads(forward=self._loss_load(), weight_grad=linears.weight_grad)
-        # The backward of torch's loss computes all scores again, and three products with indexer queries and keys.
-        again = Load(kernels=20)
-        if self.has_plain_loss:
-            again += sum((self._scored() for _ in range(3)), self._loss_load())
-        return found + PassLoads(input_grad=again)
+        loss, scored = self._loss_load(), self._scored()
+        again = loss + scored + scored + scored if self.has_plain_loss else Load(kernels=20)
+        return found + PassLoads(forward=loss, input_grad=again, weight_grad=linears.weight_grad)
 
     def _in_fp32(self, heads: float, width: float, moved: float) -> Load:
         """Return the work of torch's scores in fp32 for all keys; each score moves `moved` bytes."""

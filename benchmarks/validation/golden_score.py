@@ -82,8 +82,8 @@ def _family_keys(read: ReadLayout) -> Iterable[tuple[object, ...]]:
 
 
 def bare(job: Job) -> Job:
-    """Return the job without what tells twins apart: releases, lengths, and the backend that a GPU type chooses."""
-    model = replace(job.model, attention_backend="auto")
+    """Return the job without what tells twins apart: releases, lengths, and what a GPU type chooses."""
+    model, job = replace(job.model, attention_backend="auto"), replace(job, compute_capability=None)
     return replace(job, model=model, megatron_version="", notes=(), pinned=(), log_interval=1, train_iters=None)
 
 

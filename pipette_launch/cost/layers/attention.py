@@ -20,7 +20,7 @@ from pipette_launch.cost.layers.block import (
     Block,
     Parameters,
     as_matrix_input,
-    narrow_bits,
+    has_narrow_copies,
 )
 from pipette_launch.cost.layers.passes import Exchange, Load, PassLoads, Product, matrix
 from pipette_launch.facts.job import RING, Job
@@ -164,7 +164,7 @@ class Attention(Block):
             # The output gate keeps itself and its product with the context, which is the projection's input. With one
             # query group the gate is a view of the whole output of the matrix (MC transformer/attention.py:1486).
             whole = self.heads * self.query + self.gate + self.pair
-            kept += element * ((self.gate if self.groups > 1 else whole) + (0 if narrow_bits(job) else self.gate))
+            kept += element * ((self.gate if self.groups > 1 else whole) + (0 if has_narrow_copies(job) else self.gate))
         if model.qk_layernorm:
             # Inputs of the norms of query and key, and their statistics (MC transformer/attention.py:1477-1481).
             vectors = self.tokens * (self.heads + self.groups)
@@ -176,11 +176,12 @@ class Attention(Block):
     def context_bytes(self, job: Job) -> int:
         """Count the core's output, which flash and fused attention, an output gate and the output projection keep.
 
-        In FP8 and FP4 the output projection keeps a narrow copy instead (TE module/linear.py).
+        With FP8 and delayed scaling the output projection keeps a narrow copy instead (TE module/linear.py).
         """
         size = self.model.dtype_bytes * self.tokens * self.heads * self.value
-        has_copy = narrow_bits(job) and (is_flash(self.model) or self.gate)
-        return as_matrix_input(job, size) + (size if has_copy else 0)
+        if not has_narrow_copies(job):
+            return size
+        return as_matrix_input(job, size) + (size if is_flash(self.model) or self.gate else 0)
 
     def latent_bytes(self, latent: LatentAttention, job: Job) -> LatentBytes:
         """Count the bytes that multi-latent attention keeps (MLA:580-850).

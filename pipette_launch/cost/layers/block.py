@@ -20,6 +20,7 @@ from pipette_launch.megatron.performance import performance_options
 
 FP32_BYTES = 4
 MASK_BYTES = 1
+_FIRST_ORIGINALS = (0, 14)
 
 
 def residual_bytes(model: ModelSpec, layout: Layout) -> int:
@@ -50,6 +51,17 @@ def in_bf16(job: Job) -> Job:
     """Return the job without FP8 and FP4."""
     formats = ("--fp8-format", "--fp4-format")
     return replace(job, performance_flags=tuple(flag for flag in job.performance_flags if not flag.startswith(formats)))
+
+
+def has_narrow_copies(job: Job) -> bool:
+    """Return True if a matrix keeps a narrow copy of an input that another operation keeps in 16 bits.
+
+    From core_v0.14 on, formats other than FP8 with delayed scaling keep no such copies (MC transformer/attention.py,
+    transformer/moe/shared_experts.py, `set_save_original_input`).
+    """
+    options = performance_options(job)
+    is_delayed = options.fp8_recipe == "delayed" and not options.fp4
+    return narrow_bits(job) > 0 and (is_delayed or job.release < _FIRST_ORIGINALS)
 
 
 def as_matrix_input(job: Job, size_bytes: int) -> int:

@@ -12,7 +12,7 @@ from pipette_launch.cost.layers.block import (
     Block,
     Parameters,
     as_matrix_input,
-    narrow_bits,
+    has_narrow_copies,
     recompute_modules,
 )
 from pipette_launch.cost.layers.delta import Delta
@@ -283,7 +283,7 @@ def _attention_tensors(job: Job, block: Attention) -> Iterator[_Tensor]:
             # output, its bytes are counted with the projection.
             yield _Tensor(output, 0, output * model.dtype_bytes)
     if "attn_proj" in modules:
-        narrow = 0 if is_latent else int(output * narrow_bits(job) / 8)
+        narrow = has_narrow_copies(job) * (not is_latent) * as_matrix_input(job, output * model.dtype_bytes)
         yield _Tensor(output, output * model.dtype_bytes + narrow, narrow or output * model.dtype_bytes)
 
 

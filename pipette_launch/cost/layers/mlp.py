@@ -22,6 +22,7 @@ from pipette_launch.cost.layers.block import (
     Block,
     Parameters,
     as_matrix_input,
+    has_narrow_copies,
     narrow_bits,
 )
 from pipette_launch.cost.layers.passes import Exchange, Group, Load, PassLoads, is_captured, matrix
@@ -339,9 +340,10 @@ class Experts(_FeedForward):
     def _shared_bytes(self, job: Job) -> int:
         """Count the shared expert: a dense MLP on the rank's tokens, split over tp (MO/shared_experts.py).
 
-        The shared expert's input is the norm's output, which the layer keeps anyway, and in FP8 or FP4 a narrow copy. A
-        shared expert that overlaps with the dispatcher gathers its own input and keeps the gathered input
-        (MO/shared_experts.py:150-156). If the shared expert has a gate, the gate keeps the shared expert's output.
+        The shared expert's input is the norm's output, which the layer keeps anyway, and with delayed scaling of FP8
+        a narrow copy. A shared expert that overlaps with the dispatcher gathers its own input and keeps the gathered
+        input (MO/shared_experts.py:150-156). If the shared expert has a gate, the gate keeps the shared expert's
+        output.
         """
         options, layout, dtype = performance_options(job), self.layout, self.model.dtype_bytes
         if not self.shared_width:
@@ -349,6 +351,7 @@ class Experts(_FeedForward):
         width_bytes = dtype * self.tokens * (self.shared_width // layout.tp)
         widths = self.gates + (0 if self._fuses_activation(job) else self.unfused_copies(job))
         kept = width_bytes * widths + as_matrix_input(job, width_bytes)
+        kept += has_narrow_copies(job) * as_matrix_input(job, self.residual_bytes)
         if options.moe_shared_expert_overlap and layout.sequence_parallel and layout.tp > 1:
             kept += dtype * self.tokens * self.model.hidden_size
         return kept + self.model.moe_shared_expert_gate * self.local_tokens * dtype * (self.model.hidden_size + 1)

@@ -44,6 +44,24 @@ def test_attention_core_by_backend(changes: dict[str, object], expected: int) ->
     assert of("core_bytes", job(**changes), Layout()) == expected
 
 
+@pytest.mark.parametrize(
+    ("flags", "changes", "expected"),
+    [
+        ((), {}, 4096),
+        (("--fp8-format hybrid",), {}, 4096 + 2048),
+        (("--fp8-format hybrid", "--fp8-recipe tensorwise"), {}, 4096),
+        (("--fp4-format e2m1",), {}, 4096),
+        (("--fp8-format hybrid",), {"attention_backend": "unfused"}, 2048),
+        (("--fp8-format hybrid", "--fp8-recipe mxfp8"), {"attention_backend": "unfused"}, 4096),
+    ],
+)
+def test_only_delayed_scaling_keeps_a_narrow_context(
+    flags: tuple[str, ...], changes: dict[str, object], expected: int
+) -> None:
+    """In other formats the projection keeps the context itself, which fused attention keeps anyway."""
+    assert of("context_bytes", job(*flags, **changes), Layout()) == expected
+
+
 def test_gates_and_sinks_have_their_parameters_and_bytes() -> None:
     """A gate is as wide as the query: 64 x 64 weights, and two more tensors. A learnable sink is one number a head."""
     plain, gated = job(add_bias_linear=False), job(add_bias_linear=False, attention_output_gate=True)

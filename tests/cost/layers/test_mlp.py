@@ -145,14 +145,16 @@ def test_fused_squared_relu_keeps_its_input_and_the_second_matrix_its_own() -> N
     assert (2 * 64 * 96, 4 * 2 * 64 * 96) == (fused.activation, gated.activation)
 
 
-def test_fp8_halves_the_second_input_of_a_shared_expert() -> None:
-    """The output of its first matrix stays in bf16."""
+def test_only_delayed_scaling_keeps_a_narrow_copy_of_a_shared_experts_input() -> None:
+    """From 0.14 on, other formats keep the norm's output, which the router keeps too."""
+    flags = ("--fp8-format hybrid", "--fp8-recipe tensorwise")
     wide, narrow = (
-        kept(job(*flags, moe_shared_expert_intermediate_size=128), Layout()).shared
-        for flags in ((), ("--fp8-format hybrid",))
+        kept(job(*words, moe_shared_expert_intermediate_size=128), Layout()).shared for words in ((), flags)
     )
+    older = replace(job(*flags, moe_shared_expert_intermediate_size=128), megatron_version="0.13.0")
 
     assert 4 * narrow == 3 * wide > 0
+    assert kept(older, Layout()).shared > narrow
 
 
 def test_fp8_halves_the_inputs_of_matrices() -> None:

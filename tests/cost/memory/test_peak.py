@@ -486,7 +486,7 @@ def test_first_and_last_layers_stay_in_bf16() -> None:
     """The first layer and the last two of four keep bf16 inputs, and have no FP8 copies."""
     flags = ("--fp8-format hybrid", "--fp8-recipe tensorwise", "--first-last-layers-bf16")
     mixed, layout = fp8_job(*flags, "--num-layers-at-end-in-bf16 2"), Layout(pp=2)
-    narrow, wide = (kept_by_chunk(each, layout)[0] // 2 for each in (fp8_job(flags[0]), fp8_job()))
+    narrow, wide = (kept_by_chunk(each, layout)[0] // 2 for each in (fp8_job(*flags[:2]), fp8_job()))
 
     assert narrow < wide
     assert narrow_weight_bytes(mixed, layout) == (2 * MATRICES, 0)

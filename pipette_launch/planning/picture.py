@@ -26,7 +26,6 @@ class DrawnStep:
     """Passes of the slowest pipeline in one step. The drawn step is as long as the plan's step time."""
 
     pp: int
-    num_microbatches: int
     rank_A: tuple[int, ...]
     stage_A: tuple[int, ...]
     kind_A: tuple[str, ...]
@@ -92,7 +91,6 @@ def _drawn(predictor: Predictor, choice: Choice) -> DrawnStep:
     gradients_s = choice.step_time_s - max(ends) - sum(seconds for _, seconds in after)
     return DrawnStep(
         pp=choice.layout.pp,
-        num_microbatches=work.num_microbatches,
         rank_A=tuple(columns.rank_A.tolist()),
         stage_A=tuple(columns.stage_A.tolist()),
         kind_A=tuple(KINDS[kind] for kind in columns.kind_A.tolist()),

@@ -156,7 +156,6 @@ def test_what_is_left_out_is_said() -> None:
     ranks, each = 16, 4000
     long = DrawnStep(
         pp=ranks,
-        num_microbatches=each // 2,
         rank_A=tuple(rank for rank in range(ranks) for _ in range(each)),
         stage_A=tuple(rank for rank in range(ranks) for _ in range(each)),
         kind_A=("F", "B") * (ranks * each // 2),

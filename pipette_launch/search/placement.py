@@ -22,18 +22,7 @@ from pipette_launch.facts import Layout, Links
 from pipette_launch.facts.cluster import in_device_order, shared_order
 from pipette_launch.facts.layout import Ints
 from pipette_launch.search.assignment.descent import descend
-from pipette_launch.search.slots import (
-    IsLate,
-    Placed,
-    Placement,
-    PlacementProblem,
-    Slots,
-    distances_s,
-    faster,
-    nearest,
-    starts,
-    tiers_of,
-)
+from pipette_launch.search.slots import IsLate, Placed, Placement, PlacementProblem, Slots, distances_s, tiers_of
 from pipette_launch.search.step_model import linearise
 
 ROUNDS = 4
@@ -56,7 +45,7 @@ SHUFFLED = 0.1
 def begin(problem: PlacementProblem, *, is_late: IsLate) -> tuple[Placed, float]:
     """Return the best start placement (if placements are few, the best of all), and the seconds of torchrun's order."""
     order_W = np.arange(problem.slots.num_slots)
-    starts_KW = starts(problem.layout, problem.cluster, most=FEW_STARTS, blocks=problem.blocks)
+    starts_KW = problem.starts(FEW_STARTS)
     is_allowed = bool((starts_KW[0] == order_W).all())
     priced_KW = starts_KW if is_allowed else np.concatenate([order_W[None], starts_KW])
     costs_s = problem.objective.costs(priced_KW)
@@ -65,7 +54,7 @@ def begin(problem: PlacementProblem, *, is_late: IsLate) -> tuple[Placed, float]
     best = problem.placed(tuple(priced_KW[least].tolist()), float(costs_s[least]))
     if are_few(problem.layout, problem.slots) and not best.is_optimal:
         *_, best = best, *exhaustion(problem, best, is_late=is_late)
-    return faster(best, ordered(problem, best, is_late=is_late, thorough=False)), float(costs_s[0])
+    return best.or_faster(ordered(problem, best, is_late=is_late, thorough=False)), float(costs_s[0])
 
 
 def improve(problem: PlacementProblem, best: Placed, *, turn: int, rng: random.Random, is_late: IsLate) -> Placed:
@@ -79,10 +68,10 @@ def improve(problem: PlacementProblem, best: Placed, *, turn: int, rng: random.R
     start = _start(problem, best, turn, rng)
     if problem.has_linear_model and isinstance(problem.objective, PlacementCost) and slots.num_hosts > 1:
         start = rearranged(problem, start, model=problem.objective, rng=rng, is_late=is_late)
-    found = faster(best, start)
+    found = best.or_faster(start)
     if slots.num_slots <= FEW_SLOTS and not found.is_optimal:
         found = annealed(problem, start, steps=ANNEALING_STEPS, rng=rng, is_late=is_late)
-    return faster(best, _reordered(problem, found, is_late))
+    return best.or_faster(_reordered(problem, found, is_late))
 
 
 def exchange_devices(problem: PlacementProblem, best: Placed, *, rng: random.Random, is_late: IsLate) -> Placed:
@@ -90,7 +79,7 @@ def exchange_devices(problem: PlacementProblem, best: Placed, *, rng: random.Ran
     if best.is_optimal or problem.slots.num_slots not in ANNEALED_SLOTS:
         return best
     found = annealed(problem, best, steps=STEPS_AT_LAST, rng=rng, is_late=is_late)
-    return faster(best, _reordered(problem, found, is_late))
+    return best.or_faster(_reordered(problem, found, is_late))
 
 
 def improved_once(problem: PlacementProblem, start: Placed, *, rng: random.Random, is_late: IsLate) -> Placed:
@@ -111,10 +100,10 @@ def _start(problem: PlacementProblem, best: Placed, turn: int, rng: random.Rando
         return best
     if turn % 2 == 1 and slots.num_hosts > 1:
         return problem.best_of([shuffled(best.placement, slots, rng, share=SHUFFLED)])
-    starts_KW = starts(problem.layout, problem.cluster, most=MANY_STARTS, blocks=problem.blocks)
+    starts_KW = problem.starts(MANY_STARTS)
     if turn == 0:
         # Price the first start placements again, because `best` may be the placement of another layout.
-        return faster(best, problem.best_of(starts_KW))
+        return best.or_faster(problem.best_of(starts_KW))
     chosen = turn // 2 % len(starts_KW)
     return problem.best_of(starts_KW[chosen : chosen + 1])
 
@@ -214,7 +203,7 @@ def exhaustion(problem: PlacementProblem, best: Placed, *, is_late: IsLate) -> I
         if not piece:
             yield replace(best, is_optimal=best.is_optimal or not are_uneven(problem.cluster.within_host))
             return
-        best = faster(best, problem.best_of(piece))
+        best = best.or_faster(problem.best_of(piece))
         yield best
 
 
@@ -397,7 +386,7 @@ def rearranged(
     num_hosts = slots.num_hosts
     orders = list(_orders(best.placement, slots))
     if orders:
-        best = faster(best, problem.best_of(orders))
+        best = best.or_faster(problem.best_of(orders))
     if num_hosts <= FEW_HOSTS:
         return best
     chance = np.random.default_rng(rng.getrandbits(64))
@@ -407,7 +396,7 @@ def rearranged(
             break
         linear = linearise(model, np.array(best.placement), known=known)
         known = linear.tangents
-        seats, near_HK = np.arange(num_hosts), nearest(problem.cluster.between_hosts, NEAR)
+        seats, near_HK = np.arange(num_hosts), _nearest(problem.cluster.between_hosts, NEAR)
         search = partial(descend, linear.flows, seats, near_HK=near_HK, group_H=slots.domain_H, steps=DESCENT_STEPS)
         descents = range(DESCENTS if num_hosts <= MANY_HOSTS else 1)
         arranged = min((search(rng=chance, is_late=is_late) for _ in descents), key=lambda found: found.cost_s)
@@ -424,6 +413,15 @@ def rearranged(
             # The model priced this placement too low: add its critical paths (tangents) to the model.
             known = linearise(model, np.array(placement), known=known).tangents
     return best
+
+
+@lru_cache(maxsize=4)
+def _nearest(links: Links, count: int) -> Ints:
+    """Return the `count` nearest hosts of each host (at most H - 1), unordered: shape (H, count)."""
+    distance_HH = distances_s(links)
+    np.fill_diagonal(distance_HH, np.inf)
+    count = min(count, links.size - 1)
+    return np.argpartition(distance_HH, count - 1, axis=1)[:, :count]
 
 
 def _orders(placement: Placement, slots: Slots) -> Iterator[Placement]:

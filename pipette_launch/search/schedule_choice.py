@@ -26,7 +26,7 @@ from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.candidates import Candidate, Promising, SearchInputs
 from pipette_launch.search.choose import choice_of
 from pipette_launch.search.placement import begin, improved_once
-from pipette_launch.search.slots import IsLate, faster
+from pipette_launch.search.slots import IsLate
 
 LEANEST = 2 / 9
 """Smallest share of Megatron's activations that any schedule keeps for layouts with several chunks. V-Min keeps a third
@@ -237,7 +237,7 @@ def _better_placed(inputs: SearchInputs, choice: Choice, rng: random.Random, is_
     objective = inputs.predictor.placement_cost(layout, schedule)
     problem = replace(inputs.placement_problem(layout, 0.0), objective=objective, has_linear_model=False)
     known = problem.placed(choice.placement, choice.step_time_s)
-    placed = faster(known, begin(problem, is_late=is_late)[0])
+    placed = known.or_faster(begin(problem, is_late=is_late)[0])
     if not placed.is_optimal:
         placed = improved_once(problem, placed, rng=rng, is_late=is_late)
     if placed.cost_s >= choice.step_time_s:

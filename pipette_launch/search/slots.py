@@ -101,15 +101,6 @@ def distances_s(links: Links) -> Floats:
     return np.asarray((one_way_HH + one_way_HH.T) / 2)
 
 
-@lru_cache(maxsize=4)
-def nearest(links: Links, count: int) -> Ints:
-    """Return the `count` nearest hosts of each host (at most H - 1), unordered: shape (H, count)."""
-    distance_HH = distances_s(links)
-    np.fill_diagonal(distance_HH, np.inf)
-    count = min(count, links.size - 1)
-    return np.argpartition(distance_HH, count - 1, axis=1)[:, :count]
-
-
 def _without_bad_hosts(distance_HH: Floats) -> Floats:
     """Divide the distances of each host by the factor by which the host is slower to near and far hosts alike.
 
@@ -286,6 +277,10 @@ class Placed:
     is_optimal: bool
     """True if no allowed placement is faster: every placement was priced, or this placement meets the lower bound."""
 
+    def or_faster(self, other: Placed) -> Placed:
+        """Return the faster of two placements, or this placement if both are equally fast."""
+        return other if other.cost_s < self.cost_s else self
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementProblem:
@@ -317,25 +312,19 @@ class PlacementProblem:
         least = int(costs_s.argmin())
         return self.placed(tuple(placement_KW[least].tolist()), float(costs_s[least]))
 
+    def starts(self, most: int) -> Ints:
+        """Return up to `most` different start placements, the most promising first; the array (K, W) is read-only.
+
+        Near hosts get the ranks that exchange most data. Torchrun's order comes first if the rules allow this order.
+        """
+        # Only the degrees decide the groups of ranks.
+        degrees = Layout(**{name: getattr(self.layout, name) for name in Degrees._fields})
+        return _starts(degrees, self.slots, tiers_of(self.cluster.between_hosts), most)
+
 
 def host_order(num_slots: int) -> Placement:
     """Return torchrun's placement: rank i on slot i."""
     return tuple(range(num_slots))
-
-
-def faster(one: Placed, other: Placed) -> Placed:
-    """Return the faster of two placements, or the placement `one` if both are equally fast."""
-    return min(one, other, key=lambda placed: placed.cost_s)
-
-
-def starts(layout: Layout, cluster: Cluster, *, most: int, blocks: tuple[RankBlock, ...] = ()) -> Ints:
-    """Return up to `most` different start placements, the most promising first; the array (K, W) is read-only.
-
-    Near hosts get the ranks that exchange most data. Torchrun's order comes first if the rules allow this order.
-    """
-    # Only the degrees decide the groups of ranks.
-    degrees = Layout(**{name: getattr(layout, name) for name in Degrees._fields})
-    return _starts(degrees, Slots.of(cluster, blocks), tiers_of(cluster.between_hosts), most)
 
 
 @lru_cache(maxsize=64)

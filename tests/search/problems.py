@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
+from pipette_launch.facts import Cluster, Layout
+from pipette_launch.facts.co_location import RankBlock
 from pipette_launch.search.assignment.descent import Flows
+from pipette_launch.search.slots import PlacementProblem
 
 
 def any_flows(rng: np.random.Generator, seats: int) -> Flows:
@@ -38,3 +43,9 @@ def ring_and_path(seconds_HH: NDArray[np.float64], *, path_weight: float = 1.0) 
         offset_G=np.zeros(2),
         family_G=np.arange(2),
     )
+
+
+def starts(layout: Layout, cluster: Cluster, *, most: int, blocks: tuple[RankBlock, ...] = ()) -> np.ndarray:
+    """The start placements of a problem, which need no prices."""
+    prices: Any = None
+    return PlacementProblem(layout=layout, cluster=cluster, objective=prices, bound_s=0.0, blocks=blocks).starts(most)

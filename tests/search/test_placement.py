@@ -13,6 +13,7 @@ from facts_for_tests import expert_groups, tiny_cluster, tiny_job, tiny_measurem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from search.fabrics import cluster_with, fat_tree
+from search.problems import starts
 from search.test_step_model import job_of, moved
 from search.toys import OneByOne, after, link_cost, never, random_distances
 from search.worlds import ALL_FIELDS, improvements, on_gpus, planned, slow_neighbours
@@ -35,7 +36,7 @@ from pipette_launch.search.placement import (
     settled,
     shuffled,
 )
-from pipette_launch.search.slots import IsLate, Placed, PlacementProblem, Slots, host_order, starts, tilings
+from pipette_launch.search.slots import IsLate, Placed, PlacementProblem, Slots, host_order, tilings
 
 NOISES = (0.005, 0.015, 0.03)
 PAIRS = (0, 2, 1, 3)

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import warnings
-from typing import IO
 
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts.files import from_plain, to_plain
@@ -22,13 +21,8 @@ def main() -> int:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     warnings.simplefilter("ignore")
-    return serve(sys.stdin, answers)
-
-
-def serve(requests: IO[str], answers: IO[str]) -> int:
-    """Answer the requests line by line, and return the exit code of this process."""
     failed = False
-    for line in requests:
+    for line in sys.stdin:
         given = answer(line)
         failed = given.error is not None
         answers.write(json.dumps(to_plain(given)) + "\n")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from importlib import metadata
@@ -296,32 +296,19 @@ def _read(path: Path) -> str:
         return ""
 
 
-def holders_of(host: Host) -> Iterator[str]:
-    """Yield a sentence for each process that holds memory of a host's devices; raises ClusterError without NVML."""
-    for condition in conditions(host):
-        for one in condition.holders:
-            size = "memory" if one.used_bytes is None else bytes_text(one.used_bytes)
-            yield f"{host.name}: process {one.pid} ({one.name}) holds {size} of {condition.uuid}"
-
-
 def await_memory(
     host: Host,
     *,
     deadline_s: float = DEADLINE_S,
-    used_bytes: Callable[[str], int] = device_used_bytes,
-    holders: Callable[[Host], Iterable[str]] = holders_of,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> tuple[str, ...]:
-    """Wait until no GPU of a host holds noticeably more memory than before the warm-up.
+    """Wait until no GPU of a host holds noticeably more memory than before the warm-up, which `host` describes.
 
     A driver frees the memory of a process some time after the process has ended. A child process that a worker left
-    behind may hold memory for ever. `host` describes this machine before the warm-up. `used_bytes` returns the memory
-    in use on the GPU with a given UUID. `holders` returns a sentence for each process that holds memory of a host's
-    devices.
-
-    Returns a sentence for each device that stayed full, and for each process that holds memory of that device. The
-    result is empty on a CPU, because the kernel takes memory back before a process ends visibly.
+    behind may hold memory for ever. Returns a sentence for each device that stayed full, and for each process that
+    holds memory of that device. The result is empty on a CPU, because the kernel takes memory back before a process
+    ends visibly.
     """
     ends_s = clock() + deadline_s
     full = [device for device in host.devices if device.kind == "cuda"]
@@ -329,17 +316,21 @@ def await_memory(
         while True:
             # Bytes that each device holds in excess of its used memory before the warm-up.
             before = {device: device.memory_total_bytes - device.memory_free_bytes for device in full}
-            excess = {device: used_bytes(device.uuid) - held for device, held in before.items()}
+            excess = {device: device_used_bytes(device.uuid) - held for device, held in before.items()}
             full = [device for device in full if excess[device] > BUSY_TOLERANCE_BYTES]
             if not full or clock() >= ends_s:
                 break
             sleep(POLL_S)
-        named = [one for one in holders(host) if any(device.uuid in one for device in full)] if full else []
+        found = conditions(replace(host, devices=tuple(full))) if full else ()
     except ClusterError as error:
         # Give up if the driver no longer answers, because the training will report the driver's error.
         return (str(error),)
     after = f"more than before the warm-up, {deadline_s:.0f} s after it"
-    stayed_full = (
+    troubles = [
         f"{host.name}: {device.name} {device.uuid} still holds {bytes_text(excess[device])} {after}" for device in full
-    )
-    return (*stayed_full, *named)
+    ]
+    for condition in found:
+        for one in condition.holders:
+            size = "memory" if one.used_bytes is None else bytes_text(one.used_bytes)
+            troubles.append(f"{host.name}: process {one.pid} ({one.name}) holds {size} of {condition.uuid}")
+    return tuple(troubles)

@@ -138,18 +138,16 @@ def suspect_links(bandwidth_HH: Matrix) -> tuple[Pair, ...]:
     return tuple(dict.fromkeys(again))
 
 
-def confirmed_links(bandwidth_HH: Matrix, again_HH: Matrix, *, times: int = 1) -> tuple[SlowLink, ...]:
-    """Return the links that all measurements together show as slow, worst first; without links of slow hosts.
+def confirmed_links(bandwidth_HH: Matrix, again_HH: Matrix) -> tuple[SlowLink, ...]:
+    """Return the links that two measurements together show as slow, worst first; without links of slow hosts.
 
-    Each entry of `again_HH`, the second measurement, is the geometric mean of `times` measurements. If measurements
-    scatter by 10 %, one second measurement detects half of the links that run at 0.6 of their peers' rate. The mean of
-    three second measurements detects four of five links at 0.6 of their peers' rate (bench_health).
+    If measurements scatter by 10 %, they detect half of the links that run at 0.6 of their peers' rate.
     """
     known, second = _links(bandwidth_HH), _links(again_HH)
     excess, scale = _excess(known)
     again = excess + np.log(second) - np.log(known)
-    together = (excess + times * again) / (1 + times)
-    limit = min(math.log(FAULT_RATIO), -_needed(excess, times) * scale)
+    together = (excess + again) / 2
+    limit = min(math.log(FAULT_RATIO), -_needed(excess) * scale)
     faulty = (together < limit) & (again < math.log(SUSPECT_RATIO)) & (scale <= RANDOM_SCALE)
     for slow in confirmed_hosts(bandwidth_HH, again_HH):
         faulty[(slow.host, slice(None)) if slow.direction == "sends" else (slice(None), slow.host)] = False
@@ -272,12 +270,12 @@ def _excess(known_HH: Matrix) -> tuple[Matrix, float]:
     return excess - centre, scale
 
 
-def _needed(excess_HH: Matrix, times: int) -> float:
+def _needed(excess_HH: Matrix) -> float:
     """Return the number of standard deviations below its peers at which a link counts as faulty, not slow by chance."""
     count = max(1, int(np.isfinite(excess_HH).sum()))
     # The scatter is estimated from the links. With few links the estimate may be too small, so the limit is higher.
     doubt = 1 + 1.5 / math.sqrt(count) if count >= FEW else 1.0
-    left = math.sqrt((1 - DETOUR_SHARE) / (1 + times) + DETOUR_SHARE)
+    left = math.sqrt((1 - DETOUR_SHARE) / 2 + DETOUR_SHARE)
     return -NormalDist().inv_cdf(FALSE_ALARMS / count) * left * doubt
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
@@ -357,9 +358,10 @@ class Machine:
         self.asked[uuid] = turn + 1
         return self.used[uuid][min(turn, len(self.used[uuid]) - 1)]
 
-    def holders(self, host: Host) -> tuple[str, ...]:
+    def conditions(self, host: Host) -> tuple[DeviceCondition, ...]:
         """Name a process on every device."""
-        return tuple(f"{host.name}: GPU {device.uuid}: process 7 holds it" for device in host.devices)
+        holders = (Holder(pid=7, name="python", used_bytes=None),)
+        return tuple(DeviceCondition(uuid=device.uuid, holders=holders) for device in host.devices)
 
     def sleep(self, seconds: float) -> None:
         """Let time pass."""
@@ -367,13 +369,8 @@ class Machine:
 
     def wait(self) -> tuple[str, ...]:
         """Wait for this machine's memory."""
-        return await_memory(
-            self.host,
-            used_bytes=self.used_bytes,
-            holders=self.holders,
-            clock=lambda: self.now_s,
-            sleep=self.sleep,
-        )
+        with mock.patch.multiple(inventory, device_used_bytes=self.used_bytes, conditions=self.conditions):
+            return await_memory(self.host, clock=lambda: self.now_s, sleep=self.sleep)
 
 
 def gpu_host(num_devices: int) -> Host:
@@ -419,7 +416,7 @@ def test_memory_that_never_comes_back_is_named_with_its_holder() -> None:
     assert DEADLINE_S <= stuck.now_s < DEADLINE_S + 1
     assert 2 == len(said)
     assert f"{full} still holds 3.00 GiB more than before the warm-up, 50 s after it" in said[0]
-    assert f"{full}: process 7 holds it" in said[1]
+    assert f"node0: process 7 (python) holds memory of {full}" == said[1]
     assert not any(free in sentence for sentence in said)
 
 
@@ -427,7 +424,8 @@ def test_a_cpu_has_nothing_to_give_back() -> None:
     """The driver is not called."""
     host = tiny_cluster(1, 2).hosts[0]
 
-    assert () == await_memory(host, used_bytes=pytest.fail, sleep=pytest.fail)
+    with mock.patch.object(inventory, "device_used_bytes", pytest.fail):
+        assert () == await_memory(host, sleep=pytest.fail)
 
 
 def test_a_driver_that_no_longer_answers_is_one_sentence() -> None:
@@ -437,4 +435,5 @@ def test_a_driver_that_no_longer_answers_is_one_sentence() -> None:
         raise ClusterError(f"NVML no longer answers for {uuid}")
 
     host = gpu_host(1)
-    assert (f"NVML no longer answers for {host.devices[0].uuid}",) == await_memory(host, used_bytes=dead)
+    with mock.patch.object(inventory, "device_used_bytes", dead):
+        assert (f"NVML no longer answers for {host.devices[0].uuid}",) == await_memory(host)

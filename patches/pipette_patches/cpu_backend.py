@@ -234,10 +234,7 @@ def _with_first_state(original: Callable[..., Any], optimizer: Any, *args: Any, 
 
 @wrapping
 def _with_own_steps(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Give each parameter its own step counter after loading.
-
-    A shared step counter would advance once per parameter.
-    """
+    """Give each parameter its own step counter after loading. A shared counter would advance once per parameter."""
     done = original(optimizer, *args, **kwargs)
     for state in optimizer.optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):

@@ -132,10 +132,7 @@ def differences(job: Job) -> tuple[str, ...]:
 
 
 def rank_config(job: Job, layout: Layout, *, chunks: tuple[int, ...], changes: Mapping[str, Any] | None = None) -> Any:
-    """Make the TransformerConfig of one rank, for the number of layers of each model chunk, in model order.
-
-    The fields in `changes` override the job's flags.
-    """
+    """Make the TransformerConfig of one rank, for the layers of each chunk. `changes` override the job's flags."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     model, interleaved = job.model, layout.vpp > 1

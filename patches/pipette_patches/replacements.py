@@ -94,8 +94,7 @@ class Replacement:
     versions: str = ""
     """megatron-core versions that have the attribute; empty means all supported versions."""
     may_be_absent: bool = False
-    """True if the replacement may add an attribute that the module lacks. For a missing attribute, `make` receives
-    None."""
+    """True if the replacement may add an attribute that the module lacks. Then `make` receives None."""
 
     def fits(self, version: str) -> bool:
         """Return whether this megatron-core version has the attribute."""
@@ -160,10 +159,7 @@ class Replacements:
             raise
 
     def revert(self) -> None:
-        """Restore all original attributes, in reverse order.
-
-        Modules that are imported later keep their own attributes.
-        """
+        """Restore all original attributes in reverse order. Modules that are imported later keep their own."""
         for module, put in self._actions:
             forget(module, put)
         while self._replaced:

@@ -52,10 +52,7 @@ class Stretch:
 
 
 class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts every storage that operations make on one kind of device while the meter is entered.
-
-    New storages count under the current `label`.
-    """
+    """Counts every storage that operations make on one kind of device, under the current `label`, while entered."""
 
     def __init__(self, device_kind: str = "meta") -> None:
         super().__init__()  # type: ignore[no-untyped-call]

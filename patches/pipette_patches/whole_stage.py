@@ -35,8 +35,7 @@ class StageRun:
     """The memory and the seconds that one stage used during its run."""
 
     tally_bytes: int
-    """Peak bytes of all tensors, rounded up as CUDA's allocator does, without temporaries inside an operation.
-    0 on CUDA, whose own allocator counts."""
+    """Peak bytes of all tensors, rounded up as by CUDA's allocator, without temporaries of operations; 0 on CUDA."""
     parts: dict[str, int]
     """`tally_bytes` by label, with the labels of abstract execution."""
     notes: tuple[str, ...]

@@ -67,8 +67,7 @@ class Part:
     """Context in which each weight gradient is added to a main gradient right away, as in all micro-batches but the
     last."""
     recomputed: Callable[[int], torch.Tensor] | None = None
-    """`forward` under full recompute: the backward runs each layer again. None if Megatron never recomputes the
-    part."""
+    """`forward` under full recompute: the backward runs each layer again. None if Megatron recomputes no such part."""
 
     def backward(self, output: torch.Tensor) -> None:
         """Compute the gradients of the input and of all parameters that are not frozen, from an output."""
@@ -358,10 +357,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _parts(seen: _Seen, job: Job, whole: list[tuple[LayerKind, int]]) -> tuple[Part, ...]:
-    """Return the parts of the model that a program has built.
-
-    `whole` has kind and window of each layer of the user's model.
-    """
+    """Return the parts of a built model; `whole` has kind and window of each layer of the user's model."""
     gpt, model, variants = seen.model, job.model, layer_variants(job.model)
     if model.foreign:
         return _foreign_parts(seen, job)

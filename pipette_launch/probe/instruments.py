@@ -24,8 +24,7 @@ USUAL_CORE_S = 1.5e-3
 CHECK_EVERY_S = 0.1
 """Seconds for which a check of the core's speed stays valid."""
 CHECK_REPEATS = 3
-"""Number of repeats of the fixed computation in one speed check. The median counts, because the first repeat has cold
-caches."""
+"""Repeats of the fixed computation in one speed check. The median counts, because the first repeat has cold caches."""
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
@@ -267,10 +266,7 @@ class CpuMeter:
 
 
 class CudaMeter:
-    """Reads torch's allocator and NVML.
-
-    Create the meter before this process uses CUDA, so that the meter can subtract the memory of other processes.
-    """
+    """Reads torch's allocator and NVML. Create it before this process uses CUDA, to know what others use."""
 
     def __init__(self, uuid: str) -> None:
         self._uuid = uuid
@@ -295,10 +291,7 @@ class CudaMeter:
         return max(self._used_bytes() - torch.cuda.memory_reserved(), 0)
 
     def workspace_bytes(self) -> int:
-        """Return the bytes in torch's allocator.
-
-        Without a model in memory, all bytes in torch's allocator are workspaces.
-        """
+        """Return the bytes in torch's allocator, which are all workspaces if no model is in memory."""
         gc.collect()
         return int(torch.cuda.memory_allocated())
 

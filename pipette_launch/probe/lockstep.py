@@ -1,7 +1,4 @@
-"""Keeps warm-up workers in step: rank 0 decides for all ranks, and every wait has a deadline.
-
-This module imports no torch.
-"""
+"""Keeps warm-up workers in step, without torch: rank 0 decides for all ranks, and every wait has a deadline."""
 
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ from pipette_launch.probe.health.nvml import LoadReading
 
 LEAST_S = 60.0
 RANKS_PER_S = 20.0
-"""Number of ranks for which each wait grows by one second, because a cold file system serves ranks one after the
-other."""
+"""Number of ranks for which each wait grows by one second: a cold file system serves ranks one after the other."""
 START_S = 120.0
 """Seconds for imports, compilation and the untimed first run of a worker, outside the budget."""
 FULL_HOSTS = 64

@@ -26,8 +26,7 @@ from pipette_launch.probe.run import BACKENDS, connect_store, run_as_worker
 from pipette_launch.text import printable
 
 SIZES_BYTES = tuple(1 << power for power in range(20, 27))
-"""Sizes of the tested tensors, 1 to 64 MiB. NCCL chooses its algorithm by size, and uses NVLS only in a range of
-sizes."""
+"""Sizes of the tested tensors, 1 to 64 MiB. NCCL chooses its algorithm by size; only some sizes use NVLS."""
 ELEMENT_BYTES = 4
 logger = logging.getLogger(__name__)
 

@@ -52,10 +52,7 @@ _PART_OF = {"backward": "working", "head": "logits"}
 
 @functools.cache
 def load() -> None:
-    """Import megatron-core with stand-ins for CUDA and Transformer Engine.
-
-    The process can then run only abstract jobs.
-    """
+    """Import megatron-core with stand-ins for CUDA and Transformer Engine. The process then runs only abstract jobs."""
     transformer_engine.install()
     Replacements((*TORCH, *CORE, *EXPERTS, *OFFLOADING)).apply()
     import_megatron()
@@ -64,10 +61,7 @@ def load() -> None:
 
 
 def run_rank(job: Job, layout: Layout, pp_rank: int) -> ExecutedMemory:
-    """Train the first rank of a pipeline stage for two steps, and return the bytes that the rank needs.
-
-    The layout may differ from the job's own layout.
-    """
+    """Train the first rank of a pipeline stage of any layout for two steps, and return the bytes that it needs."""
 
     def run(layers_per_chunk: tuple[int, ...], num_microbatches: int) -> Trace:
         report_bytes = 0
@@ -152,10 +146,7 @@ def smallest(layout: Layout, period: int, wanted: int) -> int:
 
 
 def _extrapolated(first: Trace, second: Trace, steps: int, *, bare: Trace) -> Trace:
-    """Add `steps` times the difference of two runs to the first run.
-
-    Static bytes come from `bare`, a run without passes.
-    """
+    """Add `steps` times the difference of two runs to the first run. A `bare` run without passes has static bytes."""
     if [one.phase for one in first.stretches] != [one.phase for one in second.stretches]:
         raise RuntimeError("runs of different sizes have different stretches")
 

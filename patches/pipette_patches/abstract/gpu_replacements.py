@@ -193,10 +193,7 @@ CORE = (
 
 
 def _masked_select(given: torch.Tensor, mask: torch.Tensor) -> Any:
-    """Select the entries that balanced routing sets in a mask of (experts, tokens).
-
-    Keep input and mask for backward.
-    """
+    """Select the entries that balanced routing sets in a mask of (experts, tokens), and keep input and mask."""
     experts, tokens = mask.shape
     return kernel(lambda given: (given.new_empty(routed_rows(tokens, experts)), (given, mask)), given)
 

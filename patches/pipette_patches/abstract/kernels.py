@@ -237,10 +237,7 @@ def balanced(rows: int, parts: int) -> list[int]:
 def moe_permute_with_probs(
     tokens: torch.Tensor, probs: torch.Tensor | None, routing_map: torch.Tensor, **_options: Any
 ) -> Any:
-    """Sort token rows and probabilities by expert.
-
-    The backward keeps a map with 2 * experts + 1 numbers for each token.
-    """
+    """Sort token rows and probabilities by expert. The backward keeps 2 * experts + 1 numbers for each token."""
 
     def run(tokens: torch.Tensor, probs: torch.Tensor | None) -> Any:
         num_tokens, experts = routing_map.shape

@@ -277,10 +277,7 @@ def _attention_output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.T
 
 
 def _fused_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-    """Run one fused attention kernel.
-
-    The kernel keeps its inputs, output, statistics and random state for the backward.
-    """
+    """Run one fused attention kernel, which keeps its inputs, output, statistics and random state for the backward."""
     out, statistics = _attention_output(query, value)
     return out, (query, key, value, out, statistics, query.new_empty(2, dtype=torch.int64))
 

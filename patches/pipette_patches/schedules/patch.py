@@ -33,8 +33,7 @@ from pipette_patches.replacements import Patch, PatchError, Replacement, in_modu
 from pipette_patches.schedules import executor, v_placement
 
 PATIENCE_S = 120.0
-"""Seconds after which a pass counts as stuck. A healthy pass takes less time, and NCCL and gloo give up after half an
-hour."""
+"""Seconds after which a pass counts as stuck. A healthy pass is shorter; NCCL and gloo wait half an hour."""
 TOLERANCE = 1e-3
 """Largest relative difference of losses or gradient norms that count as equal: 10 times the effect of sum order."""
 
@@ -61,10 +60,7 @@ class Watchdog:
         self._doing, self._since_s = doing, self._clock()
 
     def complaint(self) -> str:
-        """Return a line if the current pass takes too long, once for each pass.
-
-        Return an empty string if there is nothing to report.
-        """
+        """Return a line if the current pass takes too long, once for each pass; else an empty string."""
         taken_s = self._clock() - self._since_s
         if not self._doing or taken_s < self._patience_s:
             return ""
@@ -266,10 +262,7 @@ def _following(original: Callable[..., list[Any]], **arguments: Any) -> list[Any
 
 
 def _call(arguments: Mapping[str, Any], known: Collection[str], megatron_schedules: Any) -> executor.Call:
-    """Convert the arguments of one of Megatron's pipelined functions into a call of the executor.
-
-    `known` lists the function's parameters in this release.
-    """
+    """Convert the arguments of a pipelined function of Megatron; `known` are its parameters in this release."""
     data, model = arguments["data_iterator"], arguments["model"]
     chunks = model if isinstance(model, list) else [model]
     # megatron-core 0.14 names the process groups `grad_finalize_pgs`.

@@ -95,10 +95,7 @@ class _Built:
 
 
 def _in_model_alone(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return rank 0 as the last stage while a model is built.
-
-    From megatron-core 0.19 on, trainers also look up the loss rank.
-    """
+    """Return rank 0 as the last stage while a model is built. From 0.19 on, trainers also look up the loss rank."""
     return lambda group: _is_pp_last_stage(group) if _Built.now else original(group)
 
 
@@ -195,8 +192,7 @@ def unpack(content: torch.Tensor, num_pickled: int) -> Any:
 
 
 _Place = tuple[int, int, torch.dtype, tuple[int, ...], bool]
-"""Description of a packed tensor: first byte, byte after the last, type, shape, and True if the tensor belongs on the
-CPU."""
+"""A packed tensor: first byte, byte after the last, type, shape, and True if the tensor belongs on the CPU."""
 
 
 class _Packer(pickle.Pickler):

@@ -27,8 +27,7 @@ from pipette_launch.probe.lockstep import Lockstep
 from pipette_launch.probe.messages import Pace, WarmupOrder, WorkerResult
 
 WINDOW_S = {"cpu": 0.5, "cuda": 0.3}
-"""Seconds for which slots repeat a layer. This window covers many time slices of a CPU, which last a few milliseconds
-each."""
+"""Seconds for which slots repeat a layer. The window covers many time slices of a CPU, each of a few milliseconds."""
 RETESTS = 2
 SCHEDULE = Path("/proc/thread-self/schedstat")
 SAME_SPEED = {"cuda": 1.05, "cpu": 1.3}
@@ -45,8 +44,7 @@ class Speeds:
     """Speeds of all slots, and the slots with a fault."""
 
     speed_S: tuple[float, ...]
-    """Speed of each slot, relative to the median slot. The predicted times of the median slot already include
-    `straggle`."""
+    """Speed of each slot, relative to the median slot, whose predicted times already include `straggle`."""
     straggle: float
     """Time of the slowest slot among the slots that count as equally fast, divided by their median time. Training steps
     wait for the slowest slot."""

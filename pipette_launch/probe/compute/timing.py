@@ -195,10 +195,7 @@ def run_part(part: Part, forward: Callable[[int], torch.Tensor], length: int, st
 
 @contextmanager
 def short_layer(job: Job, case: ComputeCase, program: MakeProgram | None) -> Iterator[Part]:
-    """Build a layer of this case, for one sample of few tokens, on a CPU; no process group may exist.
-
-    Raises WorkloadError if megatron-core refuses the case.
-    """
+    """Build a layer of this case for one sample of few tokens on a CPU. Raises WorkloadError like `workload`."""
     length = min(job.model.seq_length, TOKENS * case.tp * case.cp)
     short = replace(job, model=replace(job.model, seq_length=length))
     with workload(short, replace(case, micro_batch_size=1), device_kind="cpu", program=program) as work:

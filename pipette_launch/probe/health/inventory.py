@@ -250,10 +250,7 @@ def nearest_nic(address: str, sysfs: Path) -> tuple[str, Nearness | None]:
 
 
 def _nearness(one: Path, other: Path) -> Nearness | None:
-    """Return how near two PCI devices are, by their paths to the processor.
-
-    A root port has one link, so devices below the same root port share a switch.
-    """
+    """Return how near two PCI devices are. Devices below one root port share a switch, as the port has one link."""
     pairs = zip(_bridges(one), _bridges(other), strict=False)
     common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     if common:

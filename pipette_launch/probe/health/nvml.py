@@ -21,11 +21,9 @@ CLOCK_REASONS = (
     "HwPowerBrakeSlowdown",
     "DisplayClockSetting",
 )
-"""Reasons for a clock's frequency, bit 0 first: `nvmlClocksEventReason...`, before 2023
-`nvmlClocksThrottleReason...`."""
+"""Reasons for a clock's frequency, bit 0 first: `nvmlClocksEventReason...` (before 2023 `...ThrottleReason...`)."""
 UNKNOWN_RESERVE_BYTES = 1 << 30
-"""Assumed memory that a driver reserves: measured 0.3 to 0.8 GiB on idle A100, H100 and H200, up to 1 GiB on B200 and
-B300."""
+"""Assumed memory that a driver reserves: 0.3 to 0.8 GiB on idle A100, H100 and H200, up to 1 GiB on B200 and B300."""
 HIDDEN = ("NVMLError_NoPermission", "NVMLError_OperatingSystem")
 """NVML's error codes for the handle of a device that a control group (cgroup) hides (nvml.h, nvmlReturn_t 4 and 17)."""
 

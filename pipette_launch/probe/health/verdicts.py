@@ -42,8 +42,7 @@ SUSPECT_RATIO = 0.8
 FAULT_RATIO = 0.75
 """A link is faulty if two measurements together are below this share of its peers' rate."""
 RANDOM_SCALE = 0.2
-"""Largest scatter of ln(link rate / detour rate). With more scatter links differ at random, and no link is
-suspected."""
+"""Largest scatter of ln(link rate / detour rate). With more, links differ at random, and no link is suspected."""
 MOST_SHARE = 0.25
 """If more than this share of hosts or slots is slow, the slow hosts or slots do not count as faulty."""
 SUSPECT_SCALES = 2.0
@@ -119,10 +118,7 @@ class SlowSlot(NamedTuple):
 
 
 def suspect_links(bandwidth_HH: Matrix) -> tuple[Pair, ...]:
-    """Return the directed links to measure again, worst first; for a slow host, some of its links.
-
-    `bandwidth_HH` is in bytes/s; the diagonal is ignored.
-    """
+    """Return the directed links to measure again, worst first, from rates in bytes/s; some links of a slow host."""
     known = _links(bandwidth_HH)
     excess, scale = _excess(known)
     if scale > RANDOM_SCALE:

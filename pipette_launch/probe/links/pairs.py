@@ -155,8 +155,7 @@ class Tally:
     """Number of values of each size before their spread is computed."""
     warmups: int
     bound_s: float
-    """Time limit of this direction in seconds. At least MIN_VALUES messages of a size are timed, even beyond this
-    limit."""
+    """Time limit of this direction in seconds. MIN_VALUES messages of a size are timed even beyond this limit."""
     is_queued: bool = False
     """True if each value is a mean of `num_exchanges` exchanges, as on GPUs."""
     warm_s: list[list[float]] = field(init=False)

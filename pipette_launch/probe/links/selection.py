@@ -52,8 +52,7 @@ Advise = Callable[[Links], Sequence[Pair]]
 MOST_ROUNDS = 30
 """Largest number of blind, scouting and plan rounds together."""
 PASS_ROUNDS = 5
-"""Largest number of plan rounds before the adviser plans again. A ring plus a path through all hosts need 4 links of
-each host."""
+"""Most plan rounds before the adviser plans again. A ring plus a path through all hosts need 4 links of each host."""
 LEAST_ROUNDS = 2
 """With fewer rounds left, the adviser does not plan again."""
 SCOUTING_SHARE = 0.8
@@ -410,8 +409,7 @@ class Pass(NamedTuple):
     """Result of one scouting round, or of the rounds that measure the links in one answer of the adviser."""
 
     new: int
-    """Number of wanted pairs that were measured. The other wanted pairs were known already, or did not fit into the
-    rounds."""
+    """Number of wanted pairs that were measured. Other pairs were known already, or did not fit into the rounds."""
     rounds: int
     is_scouting: bool = False
 

@@ -76,8 +76,7 @@ class Play:
 MOST_SAMPLES = 1 << 20
 """Most samples of a mock data set, because the index of a long training takes gigabytes."""
 _playing: list[Play] = []
-"""The present play. The replacements below stay for the life of the process, because modules that the program imported
-keep references to them."""
+"""The present play. The replacements below stay, because modules that the program imported refer to them."""
 
 
 @wrapping
@@ -147,8 +146,7 @@ def _random_documents(
     if not _playing or path is not None:
         return original(builder, path, split, sizes, *args, **kwargs)
     few = [size and min(size, MOST_SAMPLES) for size in sizes]
-    # On other ranks, data sets would wait for files that rank 0 writes. Ranks in groups stay, because they decide which
-    # model chunks read data.
+    # On other ranks, data sets would wait for files that rank 0 writes. Ranks in groups decide which chunks read data.
     rank_in = dist.get_rank
     with mock.patch.object(dist, "get_rank", lambda group=None: rank_in(group) if group is not None else 0):
         return original(builder, _documents(builder.config.sequence_length), split, few, *args, **kwargs)

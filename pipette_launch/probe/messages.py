@@ -121,8 +121,7 @@ class WarmupOrder(HostsOfJob):
                     for first in range(block, block + stride)
                 ),
             )
-            # Large groups come first, because large groups carry the gradients and must be timed even if the budget
-            # runs out.
+            # Large groups come first: they carry the gradients, and are timed even if the budget runs out.
             for size, stride in sorted(within | across | world, key=lambda shape: (-shape[0], shape[1]))
         )
 

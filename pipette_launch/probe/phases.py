@@ -140,8 +140,7 @@ class Phases:
             self._stages = advice.stages or self._stages
             more = not_measured(advice.dimensions, self._dimensions, self.options.devices_per_host)
             num_groups += self._collectives(more) if more else 0
-        # Read memory while the communicators are open, because communicators take most of the device memory outside the
-        # allocator.
+        # Read memory while the communicators are open: they take most of the memory outside the allocator.
         assert self._mine.overhead is not None
         self._mine = self._mine.plus(
             overhead=replace(
@@ -284,8 +283,7 @@ class Phases:
             self._mine = self._mine.plus(notes=(f"search: {advice.words}",))
         # A collective has a short deadline, and rank 0 may have waited for the adviser.
         self.lockstep.barrier(ADVICE_PATIENCE_S)
-        # Send the advice by a collective, because through the store thousands of ranks would each read groups of
-        # thousands of ranks.
+        # Send the advice by a collective, because through the store each of thousands of ranks would read all groups.
         texts = [files.dumps(advice or Advice()) if self.rank == 0 else None]
         dist.broadcast_object_list(texts, src=0, device=torch.device(self.options.device_kind))
         return files.loads(Advice, str(texts[0]), "rank 0's advice")

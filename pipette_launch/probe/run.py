@@ -35,8 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         (path,) = arguments
         place = worker_place(os.environ)
         options = files.read(Path(path), WarmupOrder)
-        # Compute the local rank from RANK, because torchrun's --virtual-local-rank sets LOCAL_RANK to 0 on every
-        # worker.
+        # Compute the local rank from RANK, because --virtual-local-rank sets LOCAL_RANK to 0 on every worker.
         local = place.rank % options.devices_per_host
         progress = Progress(
             folder=Path(options.progress_dir), local_rank=local, limit_s=options.wait_s(options.start_s)
@@ -96,8 +95,7 @@ def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_
         workspace_bytes=workspace_bytes,
     )
     phases.alone()
-    # The barrier comes first, because the deadline of a connection does not allow for the compute phases of other
-    # workers.
+    # The barrier comes first, because the deadline of a connection does not allow for late compute phases.
     lockstep.barrier(phases.budget.left_s())
     # Pass no device_id. With a device_id NCCL splits subgroups off the world, and ranks outside a subgroup must make
     # the call too.

@@ -5,8 +5,7 @@ stretches: each forward, each backward (of the layers, then of the embedding) an
 in their number of layers have the same stretches, and the peak of each stretch grows by the same bytes for each layer.
 So each stretch is extrapolated alone, and the largest extrapolated stretch is the peak of the job. The padding of
 weights, gradients and optimizer is not linear in the layers, so their bytes come from a full-size run without forward
-and backward. After its warm-up a pipeline schedule repeats itself, so each further micro-batch only adds its loss
-values.
+and backward. After its warm-up a pipeline schedule repeats itself, so a further micro-batch adds only its loss.
 """
 
 from __future__ import annotations

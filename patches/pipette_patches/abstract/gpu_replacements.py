@@ -2,8 +2,7 @@
 
 The `meta` device replaces `cuda`, and no message is sent. An abstract tensor has no values, so code that reads a value
 gets False, 0 or 1. Megatron's own router, dispatchers and experts run with balanced routing, so every shape is fixed.
-Megatron's own code decides which activations are offloaded and when they return. Tensors that were offloaded to host
-memory do not count.
+Megatron's own code decides which activations are offloaded and when they return. Offloaded tensors do not count.
 """
 
 from __future__ import annotations

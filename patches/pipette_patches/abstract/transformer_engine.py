@@ -1,14 +1,12 @@
 """A stand-in for Transformer Engine and Apex: the same names, and for each name the tensors that the original holds.
 
 megatron-core wraps these names itself (extensions/transformer_engine.py), so its own classes, specifications and checks
-run. `STAND_INS` lists the modules and the names that megatron-core takes from each module. Source:
-TransformerEngine 2.8.
+run. `STAND_INS` lists each module and the names that megatron-core takes from it. Source: TransformerEngine 2.8.
 
 Linear layers (module/{linear,layernorm_linear,grouped_linear}.py) keep their input before any gather. Linear layers
 with a norm also keep the norm's input, statistics and output. For the weight gradient a layer gathers the input again,
 and frees the gathered copy at once. With fused accumulation the weight gradient goes into `main_grad`, and the layer
-returns an empty gradient. Transformer Engine keeps one empty gradient for each weight shape (module/base.py,
-get_dummy_wgrad).
+returns an empty gradient. Transformer Engine keeps one such gradient for each shape (module/base.py, get_dummy_wgrad).
 
 Attention (attention/dot_product_attention/{backends,context_parallel}.py): cuDNN's fused kernel takes (s, b, heads,
 channels). FlashAttention needs (b, s, heads, channels), so with b > 1 it copies query, key, value and output. The
@@ -298,8 +296,7 @@ def _ring_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                 pairs.append(torch.empty_like(pairs[0]))
             part = query
             if step:
-                # With causal attention, later steps of the ring need half of the queries (as assumed here) or half of
-                # the keys.
+                # With causal attention, later ring steps need half of the queries (as assumed here) or of the keys.
                 part = query.new_empty([size // 2 if at == sequence else size for at, size in enumerate(query.shape)])
                 outs.append(part)
             outs += _attention_output(part, value)

@@ -152,8 +152,7 @@ def carry(results: Any, group: Any, source: int) -> Any:
     and restore it on this device (torch/serialization.py, `_deserialize`), which inside a host is the sender's GPU.
     Only the last rank waits for its device, because it needs the number of bytes before it can receive them.
 
-    Only the rank `source` of the pipeline's `group` reads `results`: objects that pickle accepts, with tensors at any
-    depth.
+    Only the rank `source` of the pipeline's `group` reads `results`, which pickle must accept.
     """
     device = torch.cuda.current_device()
     peers, rank, last = dist.get_process_group_ranks(group), group.rank(), group.size() - 1

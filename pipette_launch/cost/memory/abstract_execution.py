@@ -76,8 +76,7 @@ def execute(
     If megatron-core refuses the layout or does not end, or a part of it is not modelled, the PlanError has the reason.
     """
     if sharding_of(job):
-        # Abstract execution cannot run Megatron-FSDP, which needs a process group with all ranks and frees storage of
-        # tensors.
+        # Megatron-FSDP needs a process group with all ranks, and frees storage of tensors.
         raise PlanError("abstract execution runs no FSDP; count by formula with --method closed")
     if job.model.needs_script:
         reason = "abstract execution builds only attention, MLPs and experts of a GPT"

@@ -346,8 +346,7 @@ class LayerBench(Bench):
                 time_calls(run, stopwatch=self._stopwatch, habits=self._habits, wait=wait).median_s
                 for run in (step.run, step.run_on_single_elements)
             )
-            # The distributed optimizer divides the elements among its ranks, but each rank still visits the gradients
-            # of all tensors.
+            # The distributed optimizer divides the elements among its ranks, but each rank visits all gradients.
             self.add(
                 gradient_s_per_byte=min(few_s, whole_s) / step.gradient_bytes,
                 optimizer_s_per_parameter=max(whole_s - few_s, 0.0) / step.num_parameters,

@@ -46,8 +46,7 @@ class Speeds:
     speed_S: tuple[float, ...]
     """Speed of each slot, relative to the median slot, whose predicted times already include `straggle`."""
     straggle: float
-    """Time of the slowest slot among the slots that count as equally fast, divided by their median time. Training steps
-    wait for the slowest slot."""
+    """Time of the slowest slot among the slots that count as equally fast, divided by their median time."""
     slow: tuple[SlowSlot, ...]
     """Slots that compute slower than their peers because of a fault."""
     notes: tuple[str, ...]

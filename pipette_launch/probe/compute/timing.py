@@ -121,8 +121,7 @@ def time_part(
         part=part.name,
         slot=slot,
         forward=samples(lambda turn: turn.forward_s),
-        # Subtract the median weight gradient, not the gradient of the same turn, so that both medians add up to the
-        # whole backward.
+        # Subtract the median weight gradient, not the same turn's, so that both medians add up to the backward.
         input_grad=samples(lambda turn: max(turn.backward_s - usual_s, 0.0) if part.source is not None else 0.0),
         weight_grad=weight,
         recompute=samples(lambda turn: turn.again_s) if timed_again else None,

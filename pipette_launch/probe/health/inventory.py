@@ -67,8 +67,7 @@ def host(*, name: str, address: str, num_devices: int, device: Literal["auto", "
 def switches(environ: Mapping[str, str], hostname: str) -> tuple[str, ...]:
     """Return the switches above this node, outermost first, from SLURM_TOPOLOGY_ADDR (`spine.leaf3.node17`).
 
-    The result is empty if the address is not this host's, because a user who starts nodes by ssh may give all nodes the
-    same environment.
+    The result is empty if the address is not this host's: nodes that ssh starts may all have the same environment.
     """
     levels = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
     address = environ.get("SLURM_TOPOLOGY_ADDR", "")
@@ -304,8 +303,7 @@ def await_memory(
 
     A driver frees the memory of a process some time after the process has ended. A child process that a worker left
     behind may hold memory for ever. Returns a sentence for each device that stayed full, and for each process that
-    holds memory of that device. The result is empty on a CPU, because the kernel takes memory back before a process
-    ends visibly.
+    holds memory of that device. The result is empty on a CPU, whose memory the kernel takes back before a process ends.
     """
     ends_s = clock() + deadline_s
     full = [device for device in host.devices if device.kind == "cuda"]

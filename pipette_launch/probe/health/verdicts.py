@@ -7,13 +7,11 @@ many links are slower than their detours, rates differ at random, as on the inte
 
 Detours to a slow host are as slow as its direct links, so hosts are compared by their best links. Some faults look like
 intended differences and are not found: slow links between two racks, or a single host behind a narrow uplink. With two
-hosts, only the two directions can be compared. A suspected link, host or slot is measured again before the suspicion
-becomes a verdict.
+hosts, only the two directions can be compared. Suspected links, hosts and slots are measured again before a verdict.
 
 Three rules avoid false alarms from the reports of drivers. An idle device saves power, so its PCIe generation and clock
 are ignored. A driver gives reasons for a clock frequency, and only reasons that hold the clock down count. If most
-peers share a deviation, the machines are built or run that way, so the deviation is a note and not a fault (`is_sick`
-of a Verdict is False).
+peers share a deviation, the machines are built or run that way, so it is a note and not a fault (`is_sick` is False).
 """
 
 # H = hosts, S = slots, host by host; row sends to column; nan = not measured; logarithms are natural.
@@ -57,8 +55,7 @@ DETOUR_SHARE = 0.15
 its detours, does not reduce this share."""
 MOST_LINKS = 4
 MOST_LINKS_SHARE = 1 / 16
-"""If more links than `MOST_LINKS` and more than this share of all links are slow, the network is built that way, so
-these links are no faults."""
+"""If more links than `MOST_LINKS` and more than this share of all links are slow, the network is built that way."""
 ALIKE_SCATTERS = 4.0
 """Detours whose log rates differ by less than this number of standard deviations count as equally good."""
 MAX_DETOURS = 64

@@ -27,9 +27,8 @@ from pipette_launch.probe.messages import GroupSamples, WarmupOrder, WorkerResul
 COLLECTIVES_SHARE = 0.9  # After this share of the budget, no timing of another dimension (set of equal groups) begins
 ELEMENT_BYTES = 4
 COMPUTED_S = 2e-3
-"""Processor time (s) spent before each collective on CPUs. On hosts with 0.45 of a core, a message of 164 kB from an
-idle rank took 1.7 ms. On hosts with 0.45 of a core, a message of 164 kB took 4.3 to 5.1 ms after computing, and about 6
-ms in training."""
+"""Processor time (s) spent before each collective on CPUs. On hosts with 0.45 of a core, a message of 164 kB took
+1.7 ms from an idle rank, 4.3 to 5.1 ms after computing, and about 6 ms in training."""
 SMALL_BYTES, MORE_REPEATS = 256 << 10, 2
 """On CPUs, collectives up to 256 KiB are repeated twice as often, because short collectives scatter most."""
 MOST_CALLS, CALLS_S = 16, 10e-3  # One value on a GPU is the mean of up to 16 calls, together at most 10 ms
@@ -142,8 +141,7 @@ class _Timer:
             self.refused = _first_try(action)
         action = None if self.refused else action
         try:
-            # Ranks without a group, or with a refused collective, make this call too, because other groups wait for all
-            # ranks.
+            # Ranks without a group, or with a refused collective, make this call too: other groups wait for all ranks.
             slowest_of_all(0.0, device, self._limit_s)
             value_s = _on_cpu if self._queued is None else self._on_gpu(action, self._queued)
             if action is not None:
@@ -178,8 +176,7 @@ class _Timer:
         if not self.timed:
             return 0
         known_bytes, samples = list(self.timed.items())[-1]
-        # On GPUs two test calls come before the values, and one untimed call comes before each test call and each
-        # value.
+        # On GPUs two test calls come before the values, and an untimed call before each test call and value.
         calls = REACH_REPEATS + 1 if self._queued is None else 2 * (REACH_REPEATS + 2)
         allowed_s = min(REACH_S, REACH_SHARE * budget.left_s(COLLECTIVES_SHARE)) / calls
         affordable = int(known_bytes * allowed_s / samples.median_s)

@@ -63,8 +63,7 @@ TARGET_SPREAD = 0.04
 """If the relative spread of the values is smaller, no more values are measured. Even if three of five values are
 disturbed, the result is then at most 9 % too slow."""
 PARTNER_SHARE = 0.8
-"""Share of the deadline in which a partner must answer. So the rank that waits for a silent partner fails first and can
-name the partner."""
+"""Share of the deadline in which a partner must answer. So the rank that waits for a silent partner fails first."""
 LINKS_SHARE = 0.7
 """Links may be timed until this share of the budget is spent; collectives get the rest."""
 MAX_DECISIONS = 32
@@ -296,8 +295,7 @@ class LinkMeter:
         """Measure pairs of hosts on all rails at once, or, with `within`, pairs of local devices in all hosts at once.
 
         Each of `rounds` has disjoint pairs. Progress and error messages show round number `first` of `of` rounds; 0 =
-        the length of `rounds`. Raises ProbeError with a slot and the round if a partner does not answer by the
-        deadline.
+        the length of `rounds`. Raises ProbeError with slot and round if a partner does not answer in time.
         """
         num_hosts, size = len(self.options.hosts), self.options.devices_per_host
         found: list[LinkSamples] = []
@@ -344,8 +342,7 @@ class LinkMeter:
     def _direction(self, groups: Sequence[Group], mine: tuple[int, Pair] | None, tally: Tally | None) -> None:
         """Let all senders of one direction send, step by step, until no sender wants more.
 
-        Without common steps, rails that share a wire drift apart, so each rail finds the wire free while other rails
-        pause.
+        Without common steps, rails that share a wire drift apart, and each rail finds the wire free while others pause.
 
         `mine` is the index of this rank's group, and this rank's pair in the group. Receivers pass no `tally`.
         """

@@ -338,8 +338,7 @@ class Estimate(NamedTuple):
 def estimate(num_hosts: int, lines: Lines, places: Sequence[Place] = ()) -> Estimate:
     """Estimate the links that were not measured: bandwidth = rate of the switch tier * f(sender, receiver).
 
-    All parameters are quantiles of logarithms, because each host has few measured links, and some of these links are
-    disturbed.
+    All parameters are quantiles of logarithms, because each host has few measured links, and some are disturbed.
 
     `lines` has at least one line, and may have only one direction of a pair. `places` has the switches above each host;
     if switches are not known, tiers are inferred from the links.

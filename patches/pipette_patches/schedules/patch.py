@@ -168,20 +168,15 @@ def _compared(chunks: list[Any], data: list[Any], ours: _Run, megatrons: _Run) -
 
 
 @functools.lru_cache(maxsize=1)
-def _document(path: str) -> ScheduleFile:
-    """Read the file; raise PatchError if another rank has a different file."""
+def _document(path: str) -> tuple[ScheduleFile, Schedule]:
+    """Read the file and its schedule; raise PatchError if another rank has a different file."""
     found = files.read(Path(path), ScheduleFile)
     digests: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(digests, files.digest(found))
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         raise PatchError(f"RANK {other} has another schedule in {path} than RANK 0")
-    return found
-
-
-@functools.lru_cache(maxsize=1)
-def _schedule(document: ScheduleFile) -> Schedule:
-    return document.schedule()
+    return found, found.schedule()
 
 
 @functools.lru_cache(maxsize=4)
@@ -202,10 +197,8 @@ def _programs(known: Schedule, num_microbatches: int, *, forward_only: bool, in_
 @functools.lru_cache(maxsize=1)
 def _open_ways(path: str, group: Any) -> None:
     """Open the communicators of a pipeline at the first step."""
-    known = _schedule(_document(path))
-    ways = {
-        step.way for steps in orders.programs(known.ranks, known.rank_S) for step in steps if isinstance(step, Message)
-    }
+    _, known = _document(path)
+    ways = {step.way for steps in programs(known.ranks, known.rank_S) for step in steps if isinstance(step, Message)}
     # Results travel from the rank of the last stage to the last rank.
     executor.open_ways(group, ways | ({(known.rank_S[-1], known.pp - 1)} if known.placement == "v" else set()))
 
@@ -229,8 +222,7 @@ def _following(original: Callable[..., list[Any]], **arguments: Any) -> list[Any
     path = os.environ[VARIABLE]
     if not _follows.get(path, True):
         return original(**arguments)
-    document = _document(path)
-    known = _schedule(document)
+    document, known = _document(path)
     call = _call(arguments, inspect.signature(original).parameters, megatron_schedules)
     rank = call.groups.pp.rank()
     _check_shapes(known, call, arguments)

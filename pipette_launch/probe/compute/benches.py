@@ -447,9 +447,9 @@ class StageBench(Bench):
             needed_bytes = case.state_bytes + self.meter.overhead_bytes()
         with self.noting(words):
             self.check_free_memory(words, needed_bytes)
-            runs: list[StageRun] = []
-            failures: list[BaseException] = []
-            peak = self.meter.peak(lambda: self._run(case, runs, failures))
+            runs: list[StageRun | None] = []
+            peak = self.meter.peak(lambda: runs.append(self._run(case)))
+            (run,) = runs
             kept_bytes = min(peak.idle_bytes, self.workspace_bytes)
             left_bytes = peak.idle_bytes - kept_bytes
             if left_bytes > LEFT_BYTES:
@@ -457,35 +457,34 @@ class StageBench(Bench):
                     f"{words} ran beside {bytes_text(left_bytes)} that earlier layers left on slot "
                     f"{self.options.slot_name(self.slot)}; its peak does not include them"
                 )
-            if runs:
-                self.add(notes=runs[0].notes)
-            elif on_cpu:
-                raise failures[0]
+            if run is not None:
+                self.add(notes=run.notes)
             else:
                 self.note_out_of_memory(words)
+                if on_cpu:
+                    return
             reading = StageReading(
                 job_digest=memory_digest(self.options.job),
                 layout=case.layout,
                 pp_rank=case.pp_rank,
                 slot=self.slot,
-                allocator_peak_bytes=runs[0].tally_bytes if on_cpu else peak.allocator_bytes + kept_bytes,
+                allocator_peak_bytes=run.tally_bytes if run and on_cpu else peak.allocator_bytes + kept_bytes,
                 reserved_peak_bytes=max(peak.reserved_bytes - left_bytes, 0),
                 device_peak_bytes=peak.device_bytes,
-                ran_out=not runs,
+                ran_out=run is None,
                 allocator_config=self.options.job.allocator_config,
-                **(runs[0].times if runs else {}),
+                **(run.times if run else {}),
             )
             self.add(stages=(reading,))
 
-    def _run(self, case: StageCase, runs: list[StageRun], failures: list[BaseException]) -> None:
-        """Run a stage; an out-of-memory error is stored in `failures`, so that the meter still reads the peak."""
+    def _run(self, case: StageCase) -> StageRun | None:
+        """Run a stage; returns None if memory runs out, so that the meter still reads the peak."""
         job, kind = self.options.job, self.options.device_kind
         try:
             run = partial(whole_stage.run_stage, job, case.layout, case.pp_rank, device_kind=kind)
             wait_s = WAIT_S if kind == "cpu" else 0.0
-            runs.append(run(stopwatch=stopwatch_for(kind), wait_s=wait_s, **self._program(single_layers=False)))
+            return run(stopwatch=stopwatch_for(kind), wait_s=wait_s, **self._program(single_layers=False))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            # Drop the traceback, because its frames would keep the tensors alive.
-            failures.append(error.with_traceback(None))
+            return None

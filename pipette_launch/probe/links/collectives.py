@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeAlias
 
@@ -77,7 +78,7 @@ def measure(
         for kind in dimension.kinds:
             place = f"{kind} of {dimension.name}"
             lockstep.progress.step(index, len(dimensions), place)
-            timer = _Timer(options, kind, size=len(members), group=group, queued=queued, place=place)
+            timer = _Timer(options=options, kind=kind, size=len(members), group=group, queued=queued, place=place)
             for asked_bytes in options.message_sizes_bytes:
                 timer.time(asked_bytes)
             reach_bytes = int(lockstep.broadcast(str(timer.reach_bytes(dimension.most_bytes, budget))))
@@ -108,50 +109,47 @@ def _open(members: tuple[int, ...], options: WarmupOrder) -> dist.ProcessGroup:
     return group
 
 
+@dataclass(kw_only=True)
 class _Timer:
     """Times one kind of collective on this rank's group; a rank without a group only waits for other ranks."""
 
-    def __init__(
-        self,
-        options: WarmupOrder,
-        kind: CollectiveKind,
-        *,
-        size: int,
-        group: dist.ProcessGroup | None,
-        queued: QueuedCalls | None = None,
-        place: str = "",
-    ) -> None:
-        self._options, self._kind, self._size, self._group = options, kind, size, group
-        self._queued, self._place = queued, place
-        self._limit_s = DEADLINE_SHARE * options.wait_s()
-        self.timed: dict[int, Samples] = {}
-        """Times of the collective, by the size of the full tensor in bytes."""
-        self.refused = ""
-        """Error text if the backend lacks this collective, the same on all members; else empty."""
+    options: WarmupOrder
+    kind: CollectiveKind
+    size: int
+    group: dist.ProcessGroup | None
+    queued: QueuedCalls | None = None
+    place: str = ""
+    timed: dict[int, Samples] = field(default_factory=dict)
+    """Times of the collective, by the size of the full tensor in bytes."""
+    refused: str = ""
+    """Error text if the backend lacks this collective, the same on all members; else empty."""
+
+    def __post_init__(self) -> None:
+        self._limit_s = DEADLINE_SHARE * self.options.wait_s()
 
     def time(self, asked_bytes: int, repeats: int | None = None) -> None:
         """Time the collective with one size; all ranks make this call with the same size.
 
         If `repeats` is given, only the first call is a warm-up; None = the numbers in the warm-up order.
         """
-        size_bytes = padded_bytes(asked_bytes, max(self._size, 1))
-        device, action = self._options.device_kind, None
-        if self._group is not None and not self.refused:
-            action = _action(self._kind, size_bytes // ELEMENT_BYTES, self._size, group=self._group, device=device)
+        size_bytes = padded_bytes(asked_bytes, max(self.size, 1))
+        device, action = self.options.device_kind, None
+        if self.group is not None and not self.refused:
+            action = _action(self.kind, size_bytes // ELEMENT_BYTES, self.size, group=self.group, device=device)
             self.refused = _first_try(action)
         action = None if self.refused else action
         try:
             # Ranks without a group, or with a refused collective, make this call too: other groups wait for all ranks.
             slowest_of_all(0.0, device, self._limit_s)
-            value_s = _on_cpu if self._queued is None else self._on_gpu(action, self._queued)
+            value_s = _on_cpu if self.queued is None else self._on_gpu(action, self.queued)
             if action is not None:
-                warmups = 0 if repeats else self._options.warmups
+                warmups = 0 if repeats else self.options.warmups
                 is_small = device == "cpu" and asked_bytes <= SMALL_BYTES
-                repeats = repeats or self._options.repeats * (MORE_REPEATS if is_small else 1)
+                repeats = repeats or self.options.repeats * (MORE_REPEATS if is_small else 1)
                 times = [value_s(action) for _ in range(warmups + repeats)]
                 self.timed[size_bytes] = Samples(values_s=tuple(times[warmups:]), warmup_s=tuple(times[:warmups]))
         except TimeoutError as error:
-            raise ProbeError(f"collectives: {self._place} did not end ({error})") from error
+            raise ProbeError(f"collectives: {self.place} did not end ({error})") from error
 
     def _on_gpu(self, action: Call | None, queued: QueuedCalls) -> Callable[[Call], float]:
         """Return a function that times several calls in a row by CUDA events; all ranks use the same number of calls.
@@ -177,10 +175,10 @@ class _Timer:
             return 0
         known_bytes, samples = list(self.timed.items())[-1]
         # On GPUs two test calls come before the values, and an untimed call before each test call and value.
-        calls = REACH_REPEATS + 1 if self._queued is None else 2 * (REACH_REPEATS + 2)
+        calls = REACH_REPEATS + 1 if self.queued is None else 2 * (REACH_REPEATS + 2)
         allowed_s = min(REACH_S, REACH_SHARE * budget.left_s(COLLECTIVES_SHARE)) / calls
         affordable = int(known_bytes * allowed_s / samples.median_s)
-        reach = min(most_bytes, affordable, REACH_LIMIT_BYTES[self._options.device_kind])
+        reach = min(most_bytes, affordable, REACH_LIMIT_BYTES[self.options.device_kind])
         return reach if reach >= REACH_LEAST * known_bytes else 0
 
 

@@ -189,8 +189,7 @@ def test_the_way_of_results_is_opened_before_the_first_step(
     """A folded pipeline of four has it from rank 0 to rank 3, which exchange nothing else."""
     opened: list[set[tuple[int, int]]] = []
     known = named_schedule(name, pp=4, vpp=vpp, num_microbatches=4)
-    monkeypatch.setattr(patch, "_document", lambda _path: None)
-    monkeypatch.setattr(patch, "_schedule", lambda _document: known)
+    monkeypatch.setattr(patch, "_document", lambda _path: (None, known))
     monkeypatch.setattr(patch.executor, "open_ways", lambda _group, ways: opened.append(ways))
     patch._open_ways.__wrapped__("path", None)
 

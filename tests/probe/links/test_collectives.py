@@ -101,7 +101,9 @@ def test_a_large_tensor_is_timed_as_far_as_there_is_time(
     tmp_path: Path, most_bytes: int, left_s: float, reach_bytes: int
 ) -> None:
     """The largest size so far predicts the time: 1 MiB took 25 ms."""
-    timer = collectives._Timer(tiny_options(tmp_path, hosts=2, devices=1), "all_gather", size=2, group=None)
+    timer = collectives._Timer(
+        options=tiny_options(tmp_path, hosts=2, devices=1), kind="all_gather", size=2, group=None
+    )
     timer.timed = {8: Samples(values_s=(1e-3,)), 1 << 20: Samples(values_s=(0.025,))}
     budget = Budget(started_s=0, budget_s=left_s / collectives.COLLECTIVES_SHARE, clock=lambda: 0.0)
 
@@ -110,7 +112,9 @@ def test_a_large_tensor_is_timed_as_far_as_there_is_time(
 
 def test_a_rank_without_a_group_names_no_size(tmp_path: Path) -> None:
     """It has no times from which it could predict."""
-    timer = collectives._Timer(tiny_options(tmp_path, hosts=2, devices=1), "all_gather", size=0, group=None)
+    timer = collectives._Timer(
+        options=tiny_options(tmp_path, hosts=2, devices=1), kind="all_gather", size=0, group=None
+    )
 
     assert 0 == timer.reach_bytes(1 << 30, Budget(started_s=0, budget_s=60, clock=lambda: 0.0))
 

@@ -42,10 +42,6 @@ def elsewhere(device: Any, target: torch.device) -> Any:
     return target if isinstance(device, int) and not isinstance(device, bool) else device
 
 
-def _return_at_once(*_args: object) -> None:
-    pass
-
-
 def _is_done(*_args: object) -> bool:
     return True
 
@@ -53,8 +49,7 @@ def _is_done(*_args: object) -> bool:
 class Event:
     """A CUDA event on a device that finishes each operation before the call returns."""
 
-    wait = synchronize = _return_at_once
-    query = _is_done
+    wait = synchronize = query = _is_done
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         self._recorded_s = 0.0
@@ -71,8 +66,7 @@ class Event:
 class Stream(contextlib.AbstractContextManager["Stream"]):
     """A CUDA stream on a device that finishes work before the call returns."""
 
-    wait_stream = wait_event = synchronize = _return_at_once
-    query = _is_done
+    wait_stream = wait_event = synchronize = query = _is_done
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         self.device = torch.device("cpu")
@@ -90,11 +84,7 @@ class Stream(contextlib.AbstractContextManager["Stream"]):
 class FinishedWork:
     """The handle of a collective that has finished before its call returns."""
 
-    def wait(self, _timeout: object = None) -> bool:
-        """Return at once."""
-        return True
-
-    is_completed = wait
+    wait = is_completed = _is_done
 
 
 def no_coalescing(*_args: Any, **_kwargs: Any) -> contextlib.AbstractContextManager[FinishedWork]:

@@ -169,15 +169,11 @@ def stopwatch_for(device_kind: str) -> Stopwatch:
     return CudaStopwatch() if device_kind == "cuda" else CpuStopwatch()
 
 
-def await_device(timeout_s: float, clock: Callable[[], float]) -> None:
-    """Wait for all work launched so far; raises TimeoutError at the deadline."""
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record()
-    _await_event(done, timeout_s, clock)
-
-
-def _await_event(event: Any, timeout_s: float, clock: Callable[[], float]) -> None:
-    """Wait for an event with a deadline, because torch's `synchronize` has no deadline."""
+def await_device(timeout_s: float, clock: Callable[[], float], event: Any = None) -> None:
+    """Wait for an event, or for all work so far; raises TimeoutError at a deadline, which torch's functions lack."""
+    if event is None:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
     deadline_s = clock() + timeout_s
     while not event.query():
         if clock() > deadline_s:
@@ -219,7 +215,7 @@ class QueuedCalls:
         after = self._watch.mark()
         # If the event is complete, the device was faster than the host.
         self.wanted = min(2 * self.passes, MOST_PASSES) if before.query() else self.passes
-        _await_event(after, timeout_s, self._clock)
+        await_device(timeout_s, self._clock, after)
         return self._watch.seconds(before, after) / number
 
 

@@ -43,29 +43,27 @@ def _print(words: str) -> None:
     sys.stderr.flush()
 
 
+@dataclass
 class Watchdog:
     """Prints the current pass of a rank if the pass takes too long, so that the user sees which rank waits."""
 
-    def __init__(
-        self, rank: int, *, patience_s: float = PATIENCE_S, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._rank = rank
-        self._patience_s = patience_s
-        self._clock = clock
-        self._doing = ""
-        self._since_s = 0.0
+    rank: int
+    patience_s: float = PATIENCE_S
+    clock: Callable[[], float] = time.monotonic
+    _doing: str = ""
+    _since_s: float = 0.0
 
     def begin(self, doing: str) -> None:
         """Store the name of the pass that begins; an empty string after the last pass."""
-        self._doing, self._since_s = doing, self._clock()
+        self._doing, self._since_s = doing, self.clock()
 
     def complaint(self) -> str:
         """Return a line if the current pass takes too long, once for each pass; else an empty string."""
-        taken_s = self._clock() - self._since_s
-        if not self._doing or taken_s < self._patience_s:
+        taken_s = self.clock() - self._since_s
+        if not self._doing or taken_s < self.patience_s:
             return ""
         doing, self._doing = self._doing, ""
-        return f"pipeline rank {self._rank} has been at {doing} for {taken_s:.0f} s"
+        return f"pipeline rank {self.rank} has been at {doing} for {taken_s:.0f} s"
 
     def start(self) -> None:
         """Start a thread that checks the current pass and prints complaints on stderr."""
@@ -73,7 +71,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while True:
-            time.sleep(self._patience_s / 4)
+            time.sleep(self.patience_s / 4)
             complaint = self.complaint()
             if complaint:
                 _print(complaint)

@@ -37,7 +37,7 @@ class _Refuses(collectives._Timer):
     """A backend that lacks every collective."""
 
     def time(self, asked_bytes: int, repeats: int | None = None) -> None:
-        self.refused = f"gloo has no {self._kind}"
+        self.refused = f"gloo has no {self.kind}"
 
 
 def test_a_spent_budget_keeps_the_first_dimension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,14 +132,14 @@ class OnGpu(collectives._Timer):
         monkeypatch.setattr(collectives.time, "perf_counter", device.clock)
         monkeypatch.setattr(collectives, "slowest_of_all", self._largest)
         super().__init__(
-            options,
-            "all_gather",
+            options=options,
+            kind="all_gather",
             size=2,
             group=group,  # type: ignore[arg-type]
             queued=queued,
             place="all_gather of 2 x stride 1",
         )
-        self.device, self.queued, self.call_s, self.calls = device, queued, call_s, 0
+        self.device, self.call_s, self.calls = device, call_s, 0
         self.slowest_s, self.most_passes = 0.0, 0
 
     def _largest(self, number: float, *_: object) -> float:
@@ -195,6 +195,7 @@ def test_all_ranks_keep_their_devices_busy_for_as_long(tmp_path: Path, monkeypat
     timer.most_passes = 200
     timer.time(4096)
 
+    assert timer.queued is not None
     assert 200 == timer.queued.passes
 
 

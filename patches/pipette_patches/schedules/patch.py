@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,28 +78,6 @@ class Watchdog:
                 _print(complaint)
 
 
-class Replay:
-    """A data iterator that can return the same items again."""
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
-        self._given: list[Any] = []
-        self._at = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self._at == len(self._given):
-            self._given.append(next(self._source))
-        self._at += 1
-        return self._given[self._at - 1]
-
-    def rewind(self) -> None:
-        """Return the items again, from the first item on."""
-        self._at = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Figures:
     """Losses and gradients of a step on one rank."""
@@ -144,19 +123,18 @@ def _compared(chunks: list[Any], data: list[Any], ours: _Run, megatrons: _Run) -
     """
     from megatron.core.tensor_parallel.random import _get_all_rng_states, _set_all_rng_states
 
-    replays = [None if each is None else Replay(each) for each in data]
+    # Megatron's own iterators have no `__iter__`.
+    iterators = [None if each is None else iter(functools.partial(next, each), object()) for each in data]
+    copies = [itertools.repeat(None) if each is None else iter(itertools.tee(each, 3)) for each in iterators]
     states = _get_all_rng_states()
 
     def again(run: _Run) -> list[Any]:
         for chunk in chunks:
             chunk.zero_grad_buffer()
-        for each in replays:
-            if each is not None:
-                each.rewind()
         _set_all_rng_states(*states)
-        return run(replays)
+        return run([next(each) for each in copies])
 
-    expected = Figures.of(megatrons(replays), chunks)
+    expected = Figures.of(again(megatrons), chunks)
     results = again(ours)
     mine = Figures.of(results, chunks).difference(expected)
     everyones: list[str] = [""] * dist.get_world_size()

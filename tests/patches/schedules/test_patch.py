@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pipette_launch.facts.schedule import RELEASES
-from pipette_patches.schedules.patch import PATCH, Figures, Replay, Watchdog
+from pipette_patches.schedules.patch import PATCH, Figures, Watchdog
 
 VERSIONS = ("0.13.1", "0.14.0", "0.16.1", "0.19.2", "0.20.0", "0.20.0+d98e8a6", "0.21.0.dev1", "0.21.0rc0", "0.21.0")
 
@@ -26,15 +26,6 @@ def test_megatrons_main_is_supported() -> None:
 
 
 STEP = Figures(losses=(2.5, 3.5), norms=(0.7,))
-
-
-def test_data_is_given_again_and_goes_on_behind() -> None:
-    """The second run reads the same items as the first, and then new ones."""
-    data = Replay(iter(range(5)))
-    first = [next(data), next(data)]
-    data.rewind()
-
-    assert (first, [next(data) for _ in range(4)]) == ([0, 1], [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize(

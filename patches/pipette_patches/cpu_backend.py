@@ -295,11 +295,11 @@ CORE = (
 # Flags by their argparse `dest`, and the values that run on a CPU. The results of a training change only for a job with
 # fp8, fp4 or reduced optimizer precision.
 _FLAGS_ON_CPU: dict[str, object] = {
-    **_WITHOUT_CUDA,
     "distributed_backend": "gloo",
     "transformer_impl": "local",
     "no_persist_layer_norm": True,
     "cuda_graph_impl": "none",
+    **_WITHOUT_CUDA,
     **dict.fromkeys(
         """
         moe_grouped_gemm fp8_param_gather use_precision_aware_optimizer optimizer_cpu_offload te_rng_tracker

@@ -7,6 +7,7 @@ schedule. The losses and gradients of the two runs must then agree.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import itertools
@@ -126,12 +127,13 @@ def _compared(chunks: list[Any], data: list[Any], ours: _Run, megatrons: _Run) -
     # Megatron's own iterators have no `__iter__`.
     iterators = [None if each is None else iter(functools.partial(next, each), object()) for each in data]
     copies = [itertools.repeat(None) if each is None else iter(itertools.tee(each, 3)) for each in iterators]
-    states = _get_all_rng_states()
+    *states, tracked = _get_all_rng_states()
 
     def again(run: _Run) -> list[Any]:
         for chunk in chunks:
             chunk.zero_grad_buffer()
-        _set_all_rng_states(*states)
+        # A run changes the dict of states that it gets.
+        _set_all_rng_states(*states, copy.copy(tracked))
         return run([next(each) for each in copies])
 
     expected = Figures.of(again(megatrons), chunks)

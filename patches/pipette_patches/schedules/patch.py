@@ -176,7 +176,9 @@ def _programs(known: Schedule, num_microbatches: int, *, forward_only: bool, in_
 def _open_ways(path: str, group: Any) -> None:
     """Open the communicators of a pipeline at the first step."""
     _, known = _document(path)
-    ways = {step.way for steps in programs(known.ranks, known.rank_S) for step in steps if isinstance(step, Message)}
+    ways = {
+        step.way for steps in orders.programs(known.ranks, known.rank_S) for step in steps if isinstance(step, Message)
+    }
     # Results travel from the rank of the last stage to the last rank.
     executor.open_ways(group, ways | ({(known.rank_S[-1], known.pp - 1)} if known.placement == "v" else set()))
 

@@ -179,6 +179,7 @@ TABLE = (
     needs("fp16_lm_cross_entropy", "--fp16"),
     # Rules on the optimizer.
     needs("optimizer_cpu_offload", "--use-precision-aware-optimizer"),
+    FlagRule("optimizer", "does not run in 0.17", lambda f: f.optimizer == "lion", since=(0, 17), until=(0, 17)),
     excludes("ddp_num_buckets ddp_bucket_size", when=lambda f: not f.use_torch_fsdp2),
     at_least_1("ddp_num_buckets", when=lambda f: not f.use_torch_fsdp2),
     at_least_1("num_distributed_optimizer_instances"),

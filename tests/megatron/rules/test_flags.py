@@ -133,6 +133,7 @@ PRECISE = "--use-precision-aware-optimizer --use-distributed-optimizer"
             "the whole iteration needs --cuda-graph-impl local",
         ),
         ("--step-batch-size-schedule 0:8", "0.20", "exclude each other"),
+        ("--optimizer lion", "0.17.1", "does not run in 0.17"),
         (
             "--bf16 --fp8-format hybrid --fp8-param-gather --optimizer dist_muon",
             "0.20",

@@ -191,7 +191,7 @@ class Experts(_FeedForward):
         self.row_bytes = model.dtype_bytes * self.row_width
 
     def parameters(self) -> Parameters:
-        """Count the dense parameters, and those of the rank's own experts.
+        """Count the dense parameters, and the parameters of the rank's own experts.
 
         Router, shared expert with its gate, and projections to and from latents are dense.
         """

@@ -19,6 +19,7 @@ from pipette_launch.facts.messages import Decision
 from pipette_launch.launch.cache import CLUSTER
 from pipette_launch.launch.options import Options
 from pipette_launch.probe.messages import TINY_BYTES, WarmupOrder
+from pipette_launch.report.plan import chosen_line
 
 SIZE_LIMITS_BYTES = {"cpu": (64 << 10, 2 << 20), "cuda": (1 << 20, 64 << 20)}
 """(smallest, largest) size in bytes of a measured message. Latency dominates smaller messages, and larger messages are
@@ -154,8 +155,5 @@ def _wandb_notes(decision: Decision, options: Options) -> dict[str, str]:
     is_users = not os.environ.get(WANDB_NOTES, NOTES_HEAD).startswith(NOTES_HEAD)
     if plan is None or decision.phase != "train" or not wants or is_users:
         return {}
-    # Import the report only here, because most jobs do not use W&B.
-    from pipette_launch.report.plan import chosen_line
-
     runs = replace(plan, chosen=choice or plan.own, keeps_own=choice is None)
     return {WANDB_NOTES: f"{NOTES_HEAD}{chosen_line(runs)}"}

@@ -20,6 +20,7 @@ from pipette_launch.facts.messages import Decision, NodeRecord, TrialReport
 from pipette_launch.facts.plan import Shortage, in_order_of, lower
 from pipette_launch.launch import cache
 from pipette_launch.launch.cache import CLUSTER, PLAN, Cache, ShortageFile
+from pipette_launch.launch.commands import probe_options
 from pipette_launch.launch.hosts import Policy, Ruling, apart, hosts_of, in_order, joined, notes_of, unique_names
 from pipette_launch.launch.options import Options, Script
 from pipette_launch.launch.plan_reports import PlanDocuments, page_of, page_path, trace_of, trace_path
@@ -467,9 +468,6 @@ class Coordinator:
 
     def _measure(self, bare: Decision, job: Job, hosts: tuple[Host, ...], num_spares: int = 0) -> Decision:
         """Return the decision to run a warm-up."""
-        # Import the warm-up's commands only here, because a start with a cached plan needs no warm-up.
-        from pipette_launch.launch.commands import probe_options
-
         # --pipette-probe measures everything anew and uses no earlier measurements.
         is_whole = self._measures_anew or self._options.probe_to is not None
         order = probe_options(

@@ -84,6 +84,7 @@ class PerformanceOptions:
     bias_swiglu_fusion: bool = _option("--no-bias-swiglu-fusion", default=True)
     cross_entropy_fusion_impl: str = "native"
     cross_entropy_loss_fusion: bool = False
+    deterministic_mode: bool = False
     gradient_accumulation_fusion: bool = _option("--no-gradient-accumulation-fusion", default=True)
     masked_softmax_fusion: bool = _option("--no-masked-softmax-fusion", default=True)
 

@@ -49,12 +49,11 @@ def performance_flags(arguments: Arguments, *, every: bool = False) -> tuple[str
 def unpriced_note(arguments: Arguments) -> str:
     """Return a note on given flags that change time or memory, but no prediction; an empty text without such flags."""
     defaults = flag_defaults(arguments.version)
-    dests = NOT_PRICED
-    if arguments.get("experimental_attention_variant") in GATED_DELTA_NETS:
-        # Without the kernels of flash-linear-attention, the gated delta rule keeps many tensors in fp32.
-        dests = [*dests, "deterministic_mode"]
-    shown = ", ".join(arguments.shown(dest) for dest in dests if arguments.get(dest) != defaults.get(dest))
-    return f"not priced, so time and memory are predicted as without these flags: {shown}" if shown else ""
+    shown = [arguments.shown(dest) for dest in NOT_PRICED if arguments.get(dest) != defaults.get(dest)]
+    if arguments.get("experimental_attention_variant") in GATED_DELTA_NETS and arguments.get("deterministic_mode"):
+        # PyTorch's gated delta rule launches thousands of kernels.
+        shown.append("--deterministic-mode (except for memory)")
+    return f"not priced, so time and memory are predicted as without these flags: {', '.join(shown)}" if shown else ""
 
 
 def unmodelled(arguments: Arguments) -> list[str]:

@@ -215,7 +215,7 @@ def test_flags_without_a_price_get_one_note() -> None:
     job = read_job(
         [*SMALL, *net.split()], world_size=8, megatron_version="0.19.0", device_kind="cuda", for_prediction=True
     )
-    assert any(note.endswith("without these flags: --deterministic-mode") for note in job.notes)
+    assert any(note.endswith("without these flags: --deterministic-mode (except for memory)") for note in job.notes)
     named = "--flash-attention-version 2, --moe-hybridep-num-sms 24"
     assert found == [[f"not priced, so time and memory are predicted as without these flags: {named}"], []]
 

@@ -16,6 +16,7 @@ from pipette_launch.cost.layers.passes import Exchange, Load, PassLoads, matrix
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
 from pipette_launch.facts.model import ModelSpec
+from pipette_launch.megatron.performance import performance_options
 
 _CHUNK = 64
 """Number of tokens in one chunk of the gated delta rule (FLA ops/gated_delta_rule/chunk.py)."""
@@ -63,6 +64,8 @@ class Delta(Block):
         net, tp, element = self.net, self.layout.tp, self.model.dtype_bytes * self.tokens
         projected = (net.projected if job.release >= _FIRST_VIEW else net.convolved) // tp
         kept = element * (projected + 2 * self.keys + 2 * self.copied + 3 * self.values + (_CHUNK + 3) * self.heads)
+        if performance_options(job).deterministic_mode:
+            kept = self._native_bytes()
         statistics = 2 * self.heads + 2 * net.linear_num_key_heads // tp
         return Activations(
             layer_input=self.stream_bytes(job),
@@ -73,11 +76,27 @@ class Delta(Block):
             fuses_attention_norm=self.uses_te,
         )
 
-    def backward_bytes(self, _job: Job) -> int:
+    def _native_bytes(self) -> int:
+        """Count the kept bytes of PyTorch's convolution and rule, which run with `--deterministic-mode`.
+
+        The convolution keeps its input and its output. The rule works in fp32 (`torch_chunk_gated_delta_rule` of GDN).
+        It keeps 7q + 3v and 5 numbers a head, a state, and 6 squares of 64 x 64 for each chunk. A loop over the rows of
+        a square also keeps a copy of row i and of the i x i numbers before it.
+        """
+        around = 2 * (self.net.convolved // self.layout.tp + self.keys + self.values)
+        states = self.copied * self.net.linear_value_head_dim // _CHUNK
+        loop = sum(row * row + row for row in range(_CHUNK)) // _CHUNK
+        rule = 7 * self.copied + 3 * self.values + states + (5 + 6 * _CHUNK + loop) * self.heads
+        return self.tokens * (self.model.dtype_bytes * around + FP32_BYTES * rule)
+
+    def backward_bytes(self, job: Job) -> int:
         """Count the bytes that the rule's backward holds: 6q + 5v elements a token, states and their gradients.
 
-        The backward computes the states of all chunks again (FLA chunk_gated_delta_rule_bwd).
+        The backward computes the states of all chunks again (FLA chunk_gated_delta_rule_bwd). PyTorch's rule holds
+        4q + 4v numbers in fp32.
         """
+        if performance_options(job).deterministic_mode:
+            return FP32_BYTES * self.tokens * 4 * (self.copied + self.values) + self.residual_bytes
         states = self.copied * self.net.linear_value_head_dim // _CHUNK
         held = 6 * self.copied + 5 * self.values + 2 * states
         return self.model.dtype_bytes * self.tokens * held + self.residual_bytes

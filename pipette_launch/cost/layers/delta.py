@@ -79,24 +79,20 @@ class Delta(Block):
     def _native_bytes(self) -> int:
         """Count the kept bytes of PyTorch's convolution and rule, which run with `--deterministic-mode`.
 
-        The convolution keeps its input and its output. The rule works in fp32 (`torch_chunk_gated_delta_rule` of GDN).
-        It keeps 7q + 3v and 5 numbers a head, a state, and 6 squares of 64 x 64 for each chunk. A loop over the rows of
-        a square also keeps a copy of row i and of the i x i numbers before it.
+        The convolution keeps input and output. The rule (`torch_chunk_gated_delta_rule`) keeps 7q + 3v and 5 numbers a
+        head in fp32, and for each chunk a state, 6 squares of 64 x 64, and copies of their first i rows and columns.
         """
         around = 2 * (self.net.convolved // self.layout.tp + self.keys + self.values)
-        states = self.copied * self.net.linear_value_head_dim // _CHUNK
-        loop = sum(row * row + row for row in range(_CHUNK)) // _CHUNK
-        rule = 7 * self.copied + 3 * self.values + states + (5 + 6 * _CHUNK + loop) * self.heads
+        squares = 6 * _CHUNK + sum(row * row + row for row in range(_CHUNK)) // _CHUNK
+        state = self.copied * self.net.linear_value_head_dim // _CHUNK
+        rule = 7 * self.copied + 3 * self.values + state + (squares + 5) * self.heads
         return self.tokens * (self.model.dtype_bytes * around + FP32_BYTES * rule)
 
-    def backward_bytes(self, job: Job) -> int:
+    def backward_bytes(self, _job: Job) -> int:
         """Count the bytes that the rule's backward holds: 6q + 5v elements a token, states and their gradients.
 
-        The backward computes the states of all chunks again (FLA chunk_gated_delta_rule_bwd). PyTorch's rule holds
-        4q + 4v numbers in fp32.
+        The backward computes the states of all chunks again (FLA chunk_gated_delta_rule_bwd).
         """
-        if performance_options(job).deterministic_mode:
-            return FP32_BYTES * self.tokens * 4 * (self.copied + self.values) + self.residual_bytes
         states = self.copied * self.net.linear_value_head_dim // _CHUNK
         held = 6 * self.copied + 5 * self.values + 2 * states
         return self.model.dtype_bytes * self.tokens * held + self.residual_bytes

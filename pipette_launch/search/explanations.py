@@ -229,9 +229,11 @@ def _doubt(inputs: SearchInputs, chosen: Chosen) -> list[str]:
     own, errors = chosen.own, published(inputs.job)
     rivals = {"your own configuration": own} if own.fits and not inputs.own_cannot_run else {}
     rivals |= {"the runner-up": chosen.alternatives[0]} if chosen.alternatives else {}
+    # A runner-up may be predicted faster by less than the margin.
+    rivals = {name: rival for name, rival in rivals.items() if rival.step_time_s > chosen.choice.step_time_s}
     if not inputs.cluster.imagined or chosen.keeps_own or not rivals:
         return []
-    leads = {name: max(0.0, 1 - chosen.choice.step_time_s / rival.step_time_s) for name, rival in rivals.items()}
+    leads = {name: 1 - chosen.choice.step_time_s / rival.step_time_s for name, rival in rivals.items()}
     usual = float(errors["lead_error"].split()[0]) / 100
     words = [
         f"the lead over {name}, {lead:.1%}, is {'larger' if lead > usual else 'smaller'}"

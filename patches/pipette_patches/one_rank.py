@@ -116,8 +116,6 @@ class Trainer:
         self.job, self.layout, self.pp_rank, self.meter = job, layout, pp_rank, meter
         self.num_microbatches = layout.num_microbatches(job.batch.global_batch_size)
         self.config = megatron_config.rank_config(job, layout, chunks=chunks, changes=changes)
-        if layout.chunks_after_mtp:
-            self._replace_shape_exchange()
         with meter.labelled("weights"):
             models = [self._chunk(index) for index in range(layout.vpp)]
         self.chunks = self._wrapped(models)
@@ -136,7 +134,7 @@ class Trainer:
                 self.config.grad_sync_func = [chunk.start_grad_sync for chunk in self.chunks]
 
     def _replace_shape_exchange(self) -> None:
-        """Compute the shapes that this rank would receive from its neighbours.
+        """Compute the shapes that this rank would receive from its neighbours in the next step.
 
         Megatron exchanges shapes if multi-token prediction is not on the last chunk. Behind the chunk of multi-token
         prediction, tensors have one more sequence for each depth. Shapes arrive in the order of the schedule.
@@ -235,6 +233,8 @@ class Trainer:
         """Run one training step as Megatron's `train_step` does."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
+        if self.layout.chunks_after_mtp:
+            self._replace_shape_exchange()
         self.meter.mark(f"step {number}")
         for chunk in self.chunks:
             chunk.zero_grad_buffer()

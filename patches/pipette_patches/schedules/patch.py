@@ -125,7 +125,7 @@ def _compared(chunks: list[Any], data: list[Any], ours: _Run, megatrons: _Run) -
     from megatron.core.tensor_parallel.random import _get_all_rng_states, _set_all_rng_states
 
     # Megatron's own iterators have no `__iter__`.
-    iterators = [None if each is None else iter(functools.partial(next, each), object()) for each in data]
+    iterators = [None if each is None else map(next, itertools.repeat(each)) for each in data]
     copies = [itertools.repeat(None) if each is None else iter(itertools.tee(each, 3)) for each in iterators]
     *states, tracked = _get_all_rng_states()
 

@@ -22,8 +22,8 @@ def test_no_link_is_slower_than_a_detour(network: Network) -> None:
 
 def test_scores_count_what_was_planted() -> None:
     """Without noise nobody healthy is accused, and every slow one is found."""
-    well = links_score(uniform, (4, 8), noise=1e-6, times=1, slow=1.0, clusters=5, seed=0)
-    sick = links_score(uniform, (4, 8), noise=1e-6, times=1, slow=0.5, clusters=5, seed=0)
+    well = links_score(uniform, (4, 8), noise=1e-6, slow=1.0, clusters=5, seed=0)
+    sick = links_score(uniform, (4, 8), noise=1e-6, slow=0.5, clusters=5, seed=0)
     slots = slots_score("cuda", noise=1e-6, slow=0.8, clusters=5, seed=0)
 
     assert (0, 0, 0.0) == (well.accused, well.found, well.again)

@@ -81,6 +81,9 @@ def hybrid_pattern(arguments: Arguments) -> HybridPattern | None:
         depths = [older] * int(arguments.get("mtp_num_layers") or 0)
     if not layers.replace("|", "") or len(set(depths)) > 1:
         raise MegatronError(f"{shown}: needs layers, and the same layers in each depth of multi-token prediction")
+    mixed = any("*" in one and {"D", "+"} & {*one} for one in (layers, *depths))
+    if mixed and release_of(arguments.version) >= (0, 18):
+        raise MegatronError(f"{shown}: Megatron refuses attention (*) beside latent or sparse attention (+, D)")
     return HybridPattern(stages=tuple(layers.split("|")), depths=tuple(depths))
 
 

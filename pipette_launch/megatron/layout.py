@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -193,17 +192,21 @@ def read_batch(given: Arguments, own: Layout) -> Batch:
     if not schedule:
         return Batch(global_batch_size=given.size("global_batch_size", default=own.micro_batch_size * own.dp))
     # The text `0:384 200B:768` has pairs of a threshold and a batch size (StepBatchsizeNumMicroBatchesCalculator).
-    pairs = [re.fullmatch(r"([\d.]+[KMBT]?):(\d+)", pair.upper()) for pair in schedule.replace(",", " ").split()]
-    steps = sorted((_number(pair[1]), int(pair[2])) for pair in pairs if pair)
-    if not steps or len(steps) != len(pairs) or min(size for _, size in steps) < 1:
-        reason = "not a list such as 0:384 200B:768, thresholds with batch sizes"
+    try:
+        pairs = (pair.split(":", 1) for pair in schedule.upper().replace(",", " ").split())
+        steps = sorted((_number(threshold), _number(size)) for threshold, size in pairs)
+    except (ValueError, OverflowError):
+        steps = []
+    if not steps or steps[0][0] or len(dict(steps)) < len(steps) or min(size for _, size in steps) < 1:
+        reason = "not a list such as 0:384 200B:768, different thresholds from 0 on with batch sizes"
         raise given.refusal(reason, "step_batch_size_schedule")
     *earlier, last = (size for _, size in steps)
     return Batch(global_batch_size=last, earlier_sizes=tuple(earlier))
 
 
-def _number(text: str) -> float:
-    return float(text.rstrip("KMBT")) * 1000.0 ** ("KMBT".find(text[-1]) + 1)
+def _number(text: str) -> int:
+    value = text.removesuffix(unit) if (unit := text[-1:]) in {*"KMBT"} else text
+    return int(float(value) * 1000 ** ("KMBT".find(unit) + 1))
 
 
 def write_arguments(arguments: Sequence[str], *, job: Job, layout: Layout) -> tuple[str, ...]:

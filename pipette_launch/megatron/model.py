@@ -201,7 +201,8 @@ def _backend(
 def _latent_attention(arguments: Arguments) -> LatentAttention | None:
     pattern = hybrid_pattern(arguments)
     # From 0.18 on, the letters of these layers imply the flag (arguments.py, validate_args).
-    if not arguments.get("multi_latent_attention") and not (pattern and {"D", "+"} & {*pattern.layers}):
+    letters = {*"".join((pattern.layers, *pattern.depths))} if pattern else {*()}
+    if not arguments.get("multi_latent_attention") and not {"D", "+"} & letters:
         return None
     sizes = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
     return LatentAttention(q_lora_rank=arguments.get("q_lora_rank"), **{dest: arguments.size(dest) for dest in sizes})

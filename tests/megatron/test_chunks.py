@@ -183,6 +183,7 @@ def test_hybrid_models_name_their_stages(
         ("--hybrid-layer-pattern M-M*M-M- --hybrid-override-pattern M-M*M-M-", "0.17.1", "exclude each other"),
         ("--hybrid-layer-pattern |/*E", "0.17.1", "needs layers"),
         ("--hybrid-layer-pattern M-M*M-M-/*E/*-", "0.17.1", "the same layers in each depth"),
+        ("--hybrid-layer-pattern *E+E", "0.19.0", "refuses attention"),
         ("--is-hybrid-model", "0.16.1", "needs --hybrid-override-pattern"),
         (
             f"{MAMBA} --num-layers 8 --hybrid-attention-ratio 0.6 --hybrid-mlp-ratio 0.5",

@@ -135,8 +135,9 @@ def test_a_batch_size_schedule_ends_with_the_largest_threshold() -> None:
     written = write_arguments([*bare, *STEPS], job=read, layout=replace(read.own, dp=2, tp=2))
     assert (global_batch_size(written), "--global-batch-size" in written) == (8, False)
     assert "--global-batch-size 8" in " ".join(trial_arguments(written, "0.19.0").words)
-    with pytest.raises(MegatronError, match="not a list such as 0:384 200B:768"):
-        read_job([*bare, STEPS[0], "0:4 8"], world_size=4, megatron_version="0.19.0", device_kind="cuda")
+    for wrong in ("0:4 8", "0:4 1.2.3B:8", "1K:4", "0:4 0:8", "0:4 infT:8"):
+        with pytest.raises(MegatronError, match="not a list such as 0:384 200B:768"):
+            read_job([*bare, STEPS[0], wrong], world_size=4, megatron_version="0.19.0", device_kind="cuda")
 
 
 def test_query_groups_are_replicated_from_0_16_on() -> None:

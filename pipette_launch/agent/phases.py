@@ -1,4 +1,7 @@
-"""Base class of the phases before the training, and the first iteration of an attempt at training."""
+"""Base class of the phases before the training, and the first iteration of an attempt at training.
+
+The agent that holds the store of the round may run no workers.
+"""
 
 from __future__ import annotations
 

@@ -122,6 +122,8 @@ def _arguments(flags: tuple[str, ...], version: str) -> Arguments:
 def options_of(arguments: Arguments) -> PerformanceOptions:
     """Return the options of a command line. An option that the release lacks has `PerformanceOptions`' default."""
     values: dict[str, Any] = {}
+    if arguments.get("fp4_param"):  # The destination of --fp4-param-gather until 0.17.
+        values["fp4_param_gather"] = True
     for name, item_type in _ITEM_TYPES.items():
         value = arguments.get(name)
         if item_type and value is not None:

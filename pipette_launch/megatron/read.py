@@ -239,6 +239,9 @@ def _notes(given: Arguments, own: Layout, flags_layout: Layout, refusal: Megatro
         notes.append(f"{given.shown('step_batch_size_schedule')}: figures are for a step of the last batch size")
     elif not given.is_given("global_batch_size"):
         notes.append("--global-batch-size is not given: pinned to one micro-batch on each replica of your own layout")
+    if given.get("freeze_all_layers") and release_of(given.version) < (0, 20) and own.pp > 1:
+        reason = "before Megatron 0.20, pipeline ranks behind the first also run backwards, which are not counted"
+        notes.append(f"{given.shown('freeze_all_layers')}: {reason}")
     if own != flags_layout:
         notes.append(f"your own configuration is taken as {own.words()}, as the checkpoint demands")
     layout = given.get("pipeline_model_parallel_layout") or ""

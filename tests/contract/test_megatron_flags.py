@@ -62,6 +62,7 @@ NOT_EVERYWHERE = {
     "fake_process_group": "0.16+",
     "fim_data": "0.16+",
     "fine_grained_activation_offloading": "0.16+",
+    "fp4_param": "0.15 to 0.17",
     "freeze_all_layers": "0.19+",
     "hybrid_layer_pattern": "0.17+",
     "linear_attention_freq": "0.16+",

@@ -235,7 +235,7 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
     if performance_options(job).graphs.impl == ITERATION:
         inputs = job.batch.global_batch_size // layouts.dp * ends.sample_bytes(job)
         inputs = stages.spread(0, first=inputs, last=inputs, prediction=inputs)
-        parts = replace(parts, graph=inputs + np.minimum(parts.passing, optimizer_step))
+        parts = replace(parts, graph=inputs + np.minimum(parts.passing, parts.optimizer_step))
     return MemoryColumns(starts_N=stages.starts_N, parts_S=parts)
 
 

@@ -21,7 +21,16 @@ from pipette_launch.facts import (
     StageReading,
 )
 from pipette_launch.facts.measurements import CollectiveTime, memory_digest
-from pipette_launch.facts.model import LatentAttention
+from pipette_launch.facts.model import GatedDelta, LatentAttention
+
+DELTA_NET = GatedDelta(
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
+"""16 channels of keys, 64 of values, 96 convolved, 168 columns of the input projection."""
 
 
 def tiny_model(**changes: object) -> ModelSpec:

@@ -58,6 +58,11 @@ class HybridPattern:
         """Letters of all layers of the model, without the bounds of stages."""
         return "".join(self.stages)
 
+    @property
+    def letters(self) -> set[str]:
+        """Kinds of layers by letter, also those in multi-token prediction."""
+        return set().union(*self.stages, *self.depths)
+
 
 def hybrid_pattern(arguments: Arguments) -> HybridPattern | None:
     """Return the layer pattern of a hybrid model. Return None for models that are not hybrid."""

@@ -201,8 +201,7 @@ def _backend(
 def _latent_attention(arguments: Arguments) -> LatentAttention | None:
     pattern = hybrid_pattern(arguments)
     # From 0.18 on, the letters of these layers imply the flag (arguments.py, validate_args).
-    letters = {*"".join((pattern.layers, *pattern.depths))} if pattern else {*()}
-    if not arguments.get("multi_latent_attention") and not {"D", "+"} & letters:
+    if not arguments.get("multi_latent_attention") and not (pattern and {"D", "+"} & pattern.letters):
         return None
     sizes = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
     return LatentAttention(q_lora_rank=arguments.get("q_lora_rank"), **{dest: arguments.size(dest) for dest in sizes})
@@ -210,7 +209,7 @@ def _latent_attention(arguments: Arguments) -> LatentAttention | None:
 
 def _linear_attention(arguments: Arguments) -> GatedDelta | None:
     pattern = hybrid_pattern(arguments)
-    if "G" not in "".join((pattern.layers, *pattern.depths)) if pattern else not _linear_layers(arguments):
+    if "G" not in pattern.letters if pattern else not _linear_layers(arguments):
         return None
     heads = ("linear_num_key_heads", "linear_num_value_heads")
     channels = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim")
@@ -232,7 +231,7 @@ def _linear_layers(arguments: Arguments) -> tuple[int, ...]:
 def _sparse_attention(arguments: Arguments) -> SparseAttention | None:
     """Return the selection of keys by sparse attention; None for releases whose sparse attention has no formula."""
     pattern, variant = hybrid_pattern(arguments), arguments.get("experimental_attention_variant")
-    is_sparse = "D" in "".join((pattern.layers, *pattern.depths)) if pattern else variant == "dsa"
+    is_sparse = "D" in pattern.letters if pattern else variant == "dsa"
     if not is_sparse or release_of(arguments.version) < FIRST_ABSORBED:
         return None
     sizes = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")

@@ -251,7 +251,7 @@ def offloaded(job: Job, layout: Layout, kind: LayerKind) -> Offloaded:
 
 
 def _offloading(job: Job, layout: Layout) -> tuple[tuple[str, ...], float]:
-    """Return the offloaded modules and their share: those of the layout, else those of the job's flags."""
+    """Return the offloaded modules and their share, from the layout if it offloads, else from the job's flags."""
     options, chosen = performance_options(job), layout.recompute
     if chosen.offload_modules or not options.fine_grained_activation_offloading:
         return chosen.offload_modules, chosen.offload_share

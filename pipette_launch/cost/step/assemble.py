@@ -282,8 +282,7 @@ def pipelines(work: LayoutWork, prices: Prices) -> tuple[Floats, Floats]:
     )
     durations_D = np.concatenate([forward_SD, backward_SD, forward_SD])
     forth_SD, back_SD = _hops_s(rank_S, prices)
-    if not work.backward_s_S.any():  # A step of forwards alone sends nothing back.
-        back_SD = 0 * back_SD
+    back_SD = back_SD * work.backward_s_S.any()  # A step of forwards alone sends nothing back.
     hops_D = np.concatenate([forth_SD, back_SD, np.zeros((1, forward_SD.shape[1]))])
     if gathers_in_forward(work.layout):
         # The first forwards of the step wait for the gathers of their parameters.

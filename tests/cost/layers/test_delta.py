@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
-from facts_for_tests import tiny_job, tiny_model
+from facts_for_tests import DELTA_NET, tiny_job, tiny_model
 
 from pipette_launch.cost.layers.block import residual_bytes
 from pipette_launch.cost.layers.delta import Delta
 from pipette_launch.cost.layers.kinds import kept_bytes
-from pipette_launch.facts import GatedDelta, Job, Layout, Recompute
-
-NET = GatedDelta(
-    linear_conv_kernel_dim=4,
-    linear_key_head_dim=8,
-    linear_value_head_dim=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-)
-"""16 channels of keys, 64 of values, 96 convolved, 168 columns of the input projection."""
+from pipette_launch.facts import Job, Layout, Recompute
 
 
 def job(*flags: str, version: str = "0.19.0") -> Job:
     """A bf16 job of four layers, of which the last has attention."""
-    sizes = {"linear_attention": NET, "linear_layers": (1, 1, 1, 0), "transformer_impl": "transformer_engine"}
+    sizes = {"linear_attention": DELTA_NET, "linear_layers": (1, 1, 1, 0), "transformer_impl": "transformer_engine"}
     model = tiny_model(params_dtype="bf16", normalization="RMSNorm", **sizes)
     return tiny_job(model=model, performance_flags=flags, megatron_version=version)
 
@@ -31,7 +22,7 @@ def test_parameters_are_those_of_the_network() -> None:
     """Two projections, 4 taps for each convolved channel, two numbers a value head, and one head's norm."""
     cut = 64 * (168 + 64) + 4 * 96 + 2 * 4
 
-    assert (168, 96) == (NET.projected, NET.convolved)
+    assert (168, 96) == (DELTA_NET.projected, DELTA_NET.convolved)
     assert cut + 16 == Delta(job().model, Layout()).parameters().dense
     assert cut // 2 + 16 == Delta(job().model, Layout(tp=2)).parameters().dense
     assert 64 * (168 + 64) == Delta(job().model, Layout()).matrices()

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from facts_for_tests import tiny_job, tiny_model
+from facts_for_tests import DELTA_NET, tiny_job, tiny_model
 
 from pipette_launch.cost.layers import kinds
 from pipette_launch.cost.layers.block import Sizes
@@ -22,17 +22,10 @@ from pipette_launch.cost.layers.kinds import (
 )
 from pipette_launch.cost.layers.mlp import Experts
 from pipette_launch.cost.layers.sparse import Sparse
-from pipette_launch.facts import GatedDelta, HybridLayers, Job, LatentAttention, Layout, Recompute, SparseAttention
+from pipette_launch.facts import HybridLayers, Job, LatentAttention, Layout, Recompute, SparseAttention
 from pipette_launch.facts.model import LETTERS
 
 SIZES = {"mamba_state_dim": 16, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_num_heads": 16}
-NET = GatedDelta(
-    linear_conv_kernel_dim=4,
-    linear_key_head_dim=8,
-    linear_value_head_dim=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-)
 SPARSE = SparseAttention(dsa_indexer_n_heads=4, dsa_indexer_head_dim=64, dsa_indexer_topk=16)
 EXPERT_SIZES = {"num_experts": 4, "moe_layer_freq": (0, 0, 0, 1), "moe_ffn_hidden_size": 128}
 
@@ -41,7 +34,7 @@ def hybrid_job(pattern: str = "M*-E", mtp: str = "", *flags: str, **changes: obj
     """A job of four layers, one of each kind, in bf16 by Transformer Engine."""
     fields = {"params_dtype": "bf16", "transformer_impl": "transformer_engine", "mtp_num_layers": 2 * bool(mtp)}
     hybrid = HybridLayers(pattern=pattern, mtp_pattern=mtp, **SIZES)
-    model = tiny_model(**{**fields, **EXPERT_SIZES, "hybrid": hybrid, "linear_attention": NET, **changes})
+    model = tiny_model(**{**fields, **EXPERT_SIZES, "hybrid": hybrid, "linear_attention": DELTA_NET, **changes})
     return tiny_job(model=model, performance_flags=flags)
 
 

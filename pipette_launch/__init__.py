@@ -5,11 +5,14 @@ from __future__ import annotations
 import typing
 
 if typing.TYPE_CHECKING:
-    from pipette_launch.api import compare, load_measurements, load_plan, measure, plan, predict
+    from pipette_launch.api import *
 
 __version__ = "0.2.0"
 
 __all__ = ["__version__", "compare", "load_measurements", "load_plan", "measure", "plan", "predict"]
+__all__ += ["Comparison", "Measurements", "Plan", "Prediction"]
+__all__ += ["ClusterError", "FactError", "FileFormatError", "MegatronError", "PipetteError", "PlanError"]
+__all__ += ["ProbeError", "UsageError"]
 
 
 def __getattr__(name: str) -> typing.Any:

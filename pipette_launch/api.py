@@ -1,4 +1,4 @@
-"""The functions of `import pipette_launch`."""
+"""The functions, results and errors of `import pipette_launch`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from pipette_launch.errors import ProbeError, UsageError
+from pipette_launch.errors import (
+    ClusterError,
+    FactError,
+    FileFormatError,
+    MegatronError,
+    PipetteError,
+    PlanError,
+    ProbeError,
+    UsageError,
+)
 from pipette_launch.facts import Measurements, Plan, files
+from pipette_launch.facts.prediction import Comparison, Prediction
 from pipette_launch.planning.compare import compare
 from pipette_launch.planning.machines import checked_words
 from pipette_launch.planning.plan import plan
 from pipette_launch.planning.predict import predict
 
 __all__ = ["compare", "load_measurements", "load_plan", "measure", "plan", "predict"]
+__all__ += ["Comparison", "Measurements", "Plan", "Prediction"]
+__all__ += ["ClusterError", "FactError", "FileFormatError", "MegatronError", "PipetteError", "PlanError"]
+__all__ += ["ProbeError", "UsageError"]
 
 
 def measure(command: Sequence[str]) -> Measurements:

@@ -99,7 +99,7 @@ def many_hosts(count: int) -> Drawn:
     from pipette_launch.facts import Links
     from pipette_launch.planning.machines import machines_of
 
-    machines = machines_of(world_size=None, num_hosts=count, gpu="H100")
+    machines = machines_of(world_size=None, nodes=count, gpu="H100")
     layout = Layout(tp=8, pp=16, dp=count // 16, use_distributed_optimizer=True)
     job = tiny_job(
         8 * count, own=layout, batch=Batch(global_batch_size=count * 2), model=replace(tiny_job().model, num_layers=16)

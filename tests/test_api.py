@@ -159,7 +159,7 @@ def test_a_device_of_a_file_is_planned_and_predicted() -> None:
     """The device file works as a path and as contents."""
     path = ROOT / "examples" / "mi300x.json"
     planned = pipette_launch.plan(SMALL, gpu=path, nodes=1, fix=["tp", "pp"], budget_s=0.5, megatron_version="0.16.1")
-    predicted = pipette_launch.predict(SMALL, gpu=files.read(path, DeviceFile), num_hosts=1, megatron_version="0.16.1")
+    predicted = pipette_launch.predict(SMALL, gpu=files.read(path, DeviceFile), nodes=1, megatron_version="0.16.1")
 
     assert ("MI300X", "MI300X") == (planned.setting.device_name, predicted.device_name)
     assert [True, True] == [any("Taken from H100-SXM:" in note for note in one.notes) for one in (planned, predicted)]

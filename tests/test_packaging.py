@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 from megatron_lines import SMALL
 
+import pipette_launch
+
 ROOT = Path(__file__).parent.parent
+USER = """
+from pipette_launch import {names}
+
+def cost(words: list[str]) -> float:
+    prediction: Prediction = predict(words, gpu="h100-sxm", nodes=2)
+    reveal_type(prediction.step_time_s)
+    try:
+        found: Plan = plan(words, gpu="h100-sxm", nodes=2)
+        reveal_type(found.chosen.layout.tp)
+        return found.chosen.step_time_s
+    except PlanError as error:
+        wrong: PipetteError = error
+        raise wrong from reveal_type(error)
+"""
 
 
 def built(folder: Path, **environment: str) -> Path:
@@ -64,17 +82,39 @@ def test_the_wheel_holds_what_it_should(wheel: Path) -> None:
         assert data in names
 
 
-def test_the_wheel_runs_without_the_sources(wheel: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment that holds the installed wheel and nothing else."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
+    subprocess.run(install, check=True)
+    return python
+
+
+def test_users_get_types(python: Path, tmp_path: Path) -> None:
+    """In a user's own file, mypy knows all functions, results and errors of the installed package."""
+    names = ", ".join(sorted({*pipette_launch.__all__} - {"__version__"}))
+    (tmp_path / "user.py").write_text(USER.format(names=names))
+    command = ["mypy", "--strict", "--disallow-any-expr", "--python-executable", str(python), "user.py"]
+    done = subprocess.run([sys.executable, "-m", *command], check=False, capture_output=True, text=True, cwd=tmp_path)
+
+    assert 0 == done.returncode, done.stdout
+    assert ["float | None", "int", "pipette_launch.errors.PlanError"] == re.findall(
+        r'Revealed type is "(?:builtins\.)?(.*)"', done.stdout
+    )
+
+
+def test_the_wheel_runs_without_the_sources(python: Path, tmp_path: Path) -> None:
     """Installed elsewhere and started from elsewhere, the launcher runs a script, and a prediction needs none."""
-    target = tmp_path / "site"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
-    subprocess.run([*install, str(wheel)], check=True)
+    (target,) = (python.parents[1] / "lib").glob("python3*/site-packages")
     script = tmp_path / "script.py"
     script.write_text("import pipette_launch, pipette_patches\nprint('from', pipette_launch.__file__)\n")
     environment = {**os.environ, "PYTHONPATH": str(target), "XDG_CACHE_HOME": str(tmp_path)}
 
     done = subprocess.run(
-        [sys.executable, str(target / "bin" / "pipette-launch"), "--nproc-per-node=1", str(script)],
+        [sys.executable, str(python.with_name("pipette-launch")), "--nproc-per-node=1", str(script)],
         check=False,
         capture_output=True,
         text=True,
@@ -86,7 +126,7 @@ def test_the_wheel_runs_without_the_sources(wheel: Path, tmp_path: Path) -> None
     assert f"from {target}" in done.stdout
 
     foretold = subprocess.run(
-        [sys.executable, str(target / "bin" / "pipette"), "predict", "--world-size=8", "--gpu=H100", "gpt.py", *SMALL],
+        [sys.executable, str(python.with_name("pipette")), "predict", "--world-size=8", "--gpu=H100", "gpt.py", *SMALL],
         check=False,
         capture_output=True,
         text=True,

@@ -111,12 +111,11 @@ def _predict(args: Namespace) -> int:
     from pipette_launch.planning.predict import predict
     from pipette_launch.report.prediction import prediction_screen
 
-    same = ("world_size", "gpu", "cluster", "fabric", "rank", "stage", "method", "memory_margin", "megatron_version")
+    machines = ("gpu", "nodes", "gpus_per_node", "world_size", "cluster", "fabric")
+    same = (*machines, "rank", "stage", "method", "memory_margin", "megatron_version")
     prediction = predict(
         args.arguments,
         **{name: getattr(args, name) for name in same},
-        num_hosts=args.nodes,
-        devices_per_host=args.gpus_per_node,
         device_kind=args.device,
         script=args.script,
         environment=os.environ,

@@ -145,15 +145,15 @@ class _Sizes(NamedTuple):
     """Sizes of a job as a caller gave them. A size is None if the caller did not give it."""
 
     world_size: int | None
-    num_hosts: int | None
-    devices_per_host: int | None
+    nodes: int | None
+    gpus_per_node: int | None
 
 
 def machines_of(
     *,
     world_size: int | None,
-    num_hosts: int | None = None,
-    devices_per_host: int | None = None,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
     gpu: str | Path | DeviceFile | None = None,
     cluster: str | Path | Measurements | None = None,
     fabric: str | Path | FabricSpec | None = None,
@@ -166,7 +166,7 @@ def machines_of(
     Raises PipetteError if sizes are missing or contradict each other, if options exclude each other, if a name is
     unknown or ambiguous, or if a file is of another kind.
     """
-    sizes = _Sizes(world_size, num_hosts, devices_per_host)
+    sizes = _Sizes(world_size, nodes, gpus_per_node)
     _check_sizes(sizes)
     if gpu is not None and cluster is not None:
         raise OptionError(("gpu", "cluster"), "exclude each other: machines are either imagined or measured")
@@ -218,11 +218,11 @@ def _imagined(
 ) -> TargetMachines:
     fabric = source if isinstance(source, FabricSpec) else _fabric(source)
     if sizes.world_size is None:
-        num_hosts = sizes.num_hosts or len(fabric.hosts) or None
-        if num_hosts is not None and sizes.devices_per_host is None:
+        num_hosts = sizes.nodes or len(fabric.hosts) or None
+        if num_hosts is not None and sizes.gpus_per_node is None:
             notes = (*notes, _assumed_host(spec.devices_per_host))
-            sizes = sizes._replace(devices_per_host=spec.devices_per_host)
-        sizes = sizes._replace(num_hosts=num_hosts)
+            sizes = sizes._replace(gpus_per_node=spec.devices_per_host)
+        sizes = sizes._replace(nodes=num_hosts)
     hosts, devices, more = _hosts_and_devices(sizes, usual=spec.devices_per_host)
     if hosts > MOST_HOSTS or hosts * devices > MOST_RANKS:
         raise UsageError(f"{hosts} hosts x {devices} devices are more than {MOST_HOSTS} hosts or {MOST_RANKS} ranks")

@@ -135,18 +135,14 @@ def read_problem(request: PlanRequest) -> PlanProblem:
     """Find the machines and read the job's flags, in the environment of this process."""
     if request.gpu is None and request.cluster is None:
         raise OptionError(("gpu", "cluster"), "are missing: name a device type or a measured cluster")
-    try:
-        machines = machines_of(
-            world_size=request.world_size,
-            num_hosts=request.nodes,
-            devices_per_host=request.gpus_per_node,
-            gpu=request.gpu,
-            cluster=request.cluster,
-            fabric=request.fabric,
-        )
-    except OptionError as error:
-        names = {"num_hosts": "nodes", "devices_per_host": "gpus_per_node"}
-        raise error.renamed(lambda name: names.get(name, name)) from error
+    machines = machines_of(
+        world_size=request.world_size,
+        nodes=request.nodes,
+        gpus_per_node=request.gpus_per_node,
+        gpu=request.gpu,
+        cluster=request.cluster,
+        fabric=request.fabric,
+    )
     job = machines.job(
         request.arguments,
         script=request.script,

@@ -32,10 +32,10 @@ NEEDED = {"torch": "torch", "megatron-core": "megatron"}
 def predict(
     arguments: Sequence[str],
     *,
-    world_size: int | None = None,
-    num_hosts: int | None = None,
-    devices_per_host: int | None = None,
     gpu: str | Path | DeviceFile | None = None,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    world_size: int | None = None,
     cluster: str | Path | Measurements | None = None,
     fabric: str | Path | FabricSpec | None = None,
     rank: int | None = None,
@@ -52,10 +52,11 @@ def predict(
 
     Args:
         arguments: words of the job's command line after the script's name.
-        world_size: ranks of the job. `world_size` is not needed if `num_hosts` and `devices_per_host`, or `cluster`,
-            are given.
-        devices_per_host: ranks of each host. None = 8 if 8 divides the number of ranks.
         gpu: a device type: a name such as `H100-SXM` (`pipette devices` lists them), or a file of kind `device`.
+        nodes: hosts of the job.
+        gpus_per_node: devices and ranks of each host. None = the usual number for `gpu`, else 8 if 8 divides
+            `world_size`.
+        world_size: ranks of the job. `world_size` can replace `nodes` or `gpus_per_node`.
         cluster: path or contents of a warm-up's cluster.json. Without `gpu` and `cluster`, only memory is predicted.
         fabric: network between hosts of `gpu`: a file of kind `fabric`, or a name such as `fat-tree-2:1`.
         rank: show only the pipeline rank of this RANK.
@@ -72,7 +73,7 @@ def predict(
         PipetteError: wrong flags or sizes, an unknown name, or a package that `abstract` needs is missing.
 
     """
-    sizes = {"world_size": world_size, "num_hosts": num_hosts, "devices_per_host": devices_per_host}
+    sizes = {"world_size": world_size, "nodes": nodes, "gpus_per_node": gpus_per_node}
     machines = machines_of(**sizes, gpu=gpu, cluster=cluster, fabric=fabric, device_kind=device_kind)
     if method not in get_args(Method):
         raise OptionError("method", f"must be one of {', '.join(get_args(Method))}, got {method!r}")

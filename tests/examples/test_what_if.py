@@ -24,24 +24,27 @@ def run(cells: list[str]) -> dict[str, Any]:
     return left
 
 
-def test_more_hosts_take_less_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """All cells but the plot: a row of the table for each number of hosts, and a plan is no slower than the flags."""
+def test_more_nodes_are_faster_and_dearer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row for each number of nodes. No plan is slower or dearer than the flags, and the cost follows the price."""
     monkeypatch.chdir(EXAMPLES)
     left = run([cell for cell in CELLS if "matplotlib" not in cell])
-    steps_s = [one.step_time_s for one in left["predictions"]]
-    planned_s = [plan.chosen.step_time_s for plan in left["plans"]]
+    _, _, own, planned, own_cost, planned_cost, _ = zip(*left["rows"], strict=True)
 
-    assert sorted(steps_s, reverse=True) == steps_s
-    assert sorted(planned_s, reverse=True) == planned_s
-    assert all(plan_s <= own_s for plan_s, own_s in zip(planned_s, steps_s, strict=True))
-    assert 1 + len(left["hosts"]) == len(capsys.readouterr().out.splitlines())
+    assert sorted(own) == list(own)
+    assert sorted(own_cost) == list(own_cost)
+    assert all(plan >= flags for plan, flags in zip(planned, own, strict=True))
+    assert all(plan <= flags for plan, flags in zip(planned_cost, own_cost, strict=True))
+    assert pytest.approx(1e9 / own[0] / 3600 * 32 * 2.5) == own_cost[0]
+    assert 2 + len(left["rows"]) == len(capsys.readouterr().out.splitlines())
 
 
 def test_the_plot_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three lines, over all numbers of hosts."""
+    """Lines of speed and of cost, over all numbers of nodes."""
     pytest.importorskip("matplotlib", reason="the plot of the notebook needs matplotlib, which is no part of our tests")
     monkeypatch.chdir(EXAMPLES)
     monkeypatch.setenv("MPLBACKEND", "Agg")
     left = run(CELLS)
+    numbers = [row[0] for row in left["rows"]]
 
-    assert [left["hosts"]] * 3 == [list(line.get_xdata()) for line in left["axes"].get_lines()]
+    assert [numbers] * 3 == [list(line.get_xdata()) for line in left["speed"].get_lines()]
+    assert [numbers] * 2 == [list(line.get_xdata()) for line in left["cost"].get_lines()]

@@ -28,9 +28,9 @@ MEASURED = tiny_measurements(tiny_cluster(2, 4))
         ({"world_size": 16}, 2, 8),
         ({"world_size": 12}, 2, 6),
         ({"world_size": 13}, 13, 1),
-        ({"world_size": 16, "num_hosts": 4}, 4, 4),
-        ({"world_size": 16, "devices_per_host": 16}, 1, 16),
-        ({"world_size": None, "num_hosts": 3, "devices_per_host": 4}, 3, 4),
+        ({"world_size": 16, "nodes": 4}, 4, 4),
+        ({"world_size": 16, "gpus_per_node": 16}, 1, 16),
+        ({"world_size": None, "nodes": 3, "gpus_per_node": 4}, 3, 4),
     ],
 )
 def test_sizes_are_completed(sizes: dict[str, int], hosts: int, devices: int) -> None:
@@ -95,14 +95,14 @@ def test_of_unknown_machines_nothing_is_known() -> None:
     ("said", "error", "message"),
     [
         ({}, UsageError, "world_size is missing: give this number, or the number of hosts and of devices"),
-        ({"num_hosts": 2}, UsageError, "world_size is missing"),
+        ({"nodes": 2}, UsageError, "world_size is missing"),
         ({"world_size": 0}, UsageError, "world_size must be at least 1, got 0"),
         ({"world_size": -8}, UsageError, "world_size must be at least 1, got -8"),
-        ({"world_size": 8, "num_hosts": -1}, UsageError, "num_hosts must be at least 1, got -1"),
-        ({"world_size": 8, "num_hosts": 3}, UsageError, "world_size 8 does not agree with 3 hosts; correct"),
-        ({"world_size": 4, "devices_per_host": 8}, UsageError, "world_size 4 does not agree with 8 devices per host"),
+        ({"world_size": 8, "nodes": -1}, UsageError, "nodes must be at least 1, got -1"),
+        ({"world_size": 8, "nodes": 3}, UsageError, "world_size 8 does not agree with 3 hosts; correct"),
+        ({"world_size": 4, "gpus_per_node": 8}, UsageError, "world_size 4 does not agree with 8 devices per host"),
         (
-            {"world_size": 8, "num_hosts": 2, "devices_per_host": 2},
+            {"world_size": 8, "nodes": 2, "gpus_per_node": 2},
             UsageError,
             "world_size 8 does not agree with 2 hosts and 2 devices per host",
         ),
@@ -116,8 +116,8 @@ def test_of_unknown_machines_nothing_is_known() -> None:
             ClusterError,
             "the measured cluster has 2 hosts x 4 devices = 8 ranks, but the job has 16 ranks",
         ),
-        ({"num_hosts": 1, "cluster": MEASURED}, ClusterError, "but the job has 1 hosts"),
-        ({"devices_per_host": 8, "cluster": MEASURED}, ClusterError, "but the job has 8 devices per host"),
+        ({"nodes": 1, "cluster": MEASURED}, ClusterError, "but the job has 1 hosts"),
+        ({"gpus_per_node": 8, "cluster": MEASURED}, ClusterError, "but the job has 8 devices per host"),
         ({"cluster": Path("/nowhere/cluster.json")}, FileFormatError, "/nowhere/cluster.json: cannot be read"),
     ],
 )
@@ -142,10 +142,10 @@ def test_a_device_is_read_from_a_file_too(tmp_path: Path) -> None:
     described = replace(file_of(device_named("L40S")), name="X", devices_per_host=4, within_host_bytes_per_s=99e9)
     path = tmp_path / "x.json"
     files.write(path, described)
-    found = machines_of(world_size=None, num_hosts=2, gpu=path)
+    found = machines_of(world_size=None, nodes=2, gpu=path)
 
-    assert found == machines_of(world_size=None, num_hosts=2, gpu=str(path))
-    assert found == machines_of(world_size=None, num_hosts=2, gpu=described)
+    assert found == machines_of(world_size=None, nodes=2, gpu=str(path))
+    assert found == machines_of(world_size=None, nodes=2, gpu=described)
     assert (2, 4, "X", 8) == (found.num_hosts, found.devices_per_host, found.device_name, found.capability)
     assert found.spec is not None
     assert 99e9 == found.spec.within_host.bytes_per_s
@@ -193,7 +193,7 @@ def test_a_described_device_is_priced_as_one_that_is_known(name: str) -> None:
     words += "--global-batch-size 64 --train-iters 10 --tensor-model-parallel-size 8".split()
 
     words += ["--transformer-impl", "transformer_engine"]
-    known, other = (predict(words, num_hosts=4, gpu=gpu, megatron_version="0.16.1") for gpu in (name, described))
+    known, other = (predict(words, nodes=4, gpu=gpu, megatron_version="0.16.1") for gpu in (name, described))
 
     assert known.rate is not None
     assert other.rate is not None
@@ -205,7 +205,7 @@ def test_a_described_device_is_priced_as_one_that_is_known(name: str) -> None:
 def test_a_described_device_has_the_domains_of_the_known_one() -> None:
     """Four hosts of a described rack are one NVLink domain."""
     described = replace(file_of(device_named("GB200-NVL72")), name="Gaudi 9")
-    imagined = machines_of(world_size=None, num_hosts=4, gpu=described).measurements(tiny_job(16))
+    imagined = machines_of(world_size=None, nodes=4, gpu=described).measurements(tiny_job(16))
 
     assert imagined is not None
     assert ((0, 1, 2, 3),) == Domains.of(imagined.cluster).domains

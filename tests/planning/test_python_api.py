@@ -32,7 +32,7 @@ def test_help_and_dir_show_it() -> None:
     ("said", "message"),
     [
         ({}, "world_size is missing: give this number, or the number of hosts and of devices on each host"),
-        ({"world_size": 8, "num_hosts": 3}, "world_size 8 does not agree with 3 hosts; correct one of them"),
+        ({"world_size": 8, "nodes": 3}, "world_size 8 does not agree with 3 hosts; correct one of them"),
         ({"world_size": 8, "stage": 1, "rank": 1}, "rank and stage exclude each other"),
         (
             {"world_size": 8, "fabric": "uniform"},

@@ -471,7 +471,6 @@ def assemble(
         memory=tuple(reading for result in results for reading in result.memory),
         optimizer_s_per_parameter=_median([one.optimizer_s_per_parameter for one in results], wall),
         gradient_s_per_byte=_median([one.gradient_s_per_byte for one in results], wall) or 0.0,
-        wake_s=_median([one.wake_s for one in results], wall) or 0.0,
         loading=_median_loading([result.loading for result in results if result.loading]),
         refused=refused,
         unmeasured=tuple(case for case in missing if case not in refused),

@@ -13,8 +13,8 @@ setup(
             f"pipette_launch.{name}",
             sources=[f"pipette_launch/{name.replace('.', '/')}.c"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")] if STABLE else [],
-            # Sums keep the digits that numpy gives them.
-            extra_compile_args=["-O3", "-ffp-contract=off"],
+            # Sums keep the digits that numpy gives them, and no path of the building machine stays.
+            extra_compile_args=["-O3", "-ffp-contract=off", "-g0"],
             py_limited_api=STABLE,
             optional=True,
         )

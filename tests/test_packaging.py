@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -33,13 +34,16 @@ def cost(words: list[str]) -> float:
 """
 
 
-def built(folder: Path, **environment: str) -> Path:
-    """A wheel, built from a copy of the sources so that nothing is left in the tree."""
-    sources = folder / "sources"
+def sources(folder: Path) -> Path:
+    """A copy of the sources, so that nothing is left in the tree."""
     names = shutil.ignore_patterns(".git", ".venv", "*.egg-info", "__pycache__", "build", "dist", ".*_cache", "*.so")
-    shutil.copytree(ROOT, sources, ignore=names)
+    return Path(shutil.copytree(ROOT, folder / "sources", ignore=names))
+
+
+def built(folder: Path, source: Path, **environment: str) -> Path:
+    """A wheel of a folder or of an archive."""
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    command += ["--wheel-dir", str(folder), str(sources)]
+    command += ["--wheel-dir", str(folder), str(source)]
     subprocess.run(command, check=True, env={**os.environ, **environment})
     (wheel,) = folder.glob("*.whl")
     return wheel
@@ -48,12 +52,13 @@ def built(folder: Path, **environment: str) -> Path:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel, as this machine builds it."""
-    return built(tmp_path_factory.mktemp("build"))
+    folder = tmp_path_factory.mktemp("build")
+    return built(folder, sources(folder))
 
 
 def test_without_a_compiler_there_is_still_a_wheel(tmp_path: Path) -> None:
     """It holds nothing compiled, and the planner falls back on numpy."""
-    names = zipfile.ZipFile(built(tmp_path, CC="/bin/false")).namelist()
+    names = zipfile.ZipFile(built(tmp_path, sources(tmp_path), CC="/bin/false")).namelist()
 
     assert not [name for name in names if name.endswith(".so")]
     assert "pipette_launch/cost/pipeline/engine.py" in names
@@ -61,10 +66,12 @@ def test_without_a_compiler_there_is_still_a_wheel(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler on this machine")
 def test_with_a_compiler_the_loops_in_c_are_in_the_wheel(wheel: Path) -> None:
-    """Both of them, below the package."""
-    names = [name.split(".")[0] for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    """Both of them, below the package, and without the path of the building machine."""
+    loops = {name: zipfile.ZipFile(wheel).read(name) for name in zipfile.ZipFile(wheel).namelist() if ".so" in name}
+    names = sorted(name.split(".")[0] for name in loops)
 
-    assert ["pipette_launch/cost/pipeline/_longest_path", "pipette_launch/search/assignment/_swaps"] == sorted(names)
+    assert ["pipette_launch/cost/pipeline/_longest_path", "pipette_launch/search/assignment/_swaps"] == names
+    assert not [name for name, code in loops.items() if str(wheel.parent).encode() in code]
 
 
 def test_the_wheel_holds_what_it_should(wheel: Path) -> None:
@@ -80,6 +87,20 @@ def test_the_wheel_holds_what_it_should(wheel: Path) -> None:
     assert {"pipette_launch", "pipette_patches"} == {name.split("/")[0] for name in names if ".dist-info" not in name}
     for data in ("pipette_launch/py.typed", "pipette_patches/py.typed", "pipette_launch/megatron/data/flags.json"):
         assert data in names
+
+
+def test_the_source_archive_is_complete(wheel: Path, tmp_path: Path) -> None:
+    """It holds documents and examples but no tests, and a wheel built from it holds the same files."""
+    code = f"from setuptools.build_meta import build_sdist; print(build_sdist({str(tmp_path)!r}))"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=sources(tmp_path), capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+    (again := tmp_path / "again").mkdir()
+
+    assert {"docs/start.md", "docs/pictures", "examples/pretrain_gpt.py", "examples/slurm", "Containerfile"} <= names
+    assert not [name for name in names if name.startswith("tests/test")]
+    assert zipfile.ZipFile(wheel).namelist() == zipfile.ZipFile(built(again, archive)).namelist()
 
 
 @pytest.fixture(scope="module")

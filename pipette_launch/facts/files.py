@@ -228,8 +228,7 @@ def _checked(kind: type, value: Any, where: str) -> Any:
 
 def _fact(kind: Any, value: Any, where: str) -> Any:
     hints, required = _fields(kind)
-    removed: frozenset[str] = getattr(kind, "REMOVED", frozenset())
-    unknown = sorted(_checked(dict, value, where).keys() - hints.keys() - removed)
+    unknown = sorted(_checked(dict, value, where).keys() - hints.keys())
     if unknown:
         raise FileFormatError(f"{where}: unknown field {unknown[0]!r}")
     missing = sorted(required - value.keys())

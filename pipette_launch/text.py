@@ -74,6 +74,12 @@ def plural(noun: str, count: int) -> str:
     return noun if count == 1 else f"{noun}s"
 
 
+def listed(words: Sequence[str], most: int) -> str:
+    """Name at most the first `most` words, and count the rest: `a, b and 3 more`."""
+    rest = len(words) - most
+    return ", ".join(words[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
 def nearest_word(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return the known word with the spelling nearest to `word`, or an empty string.
 

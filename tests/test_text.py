@@ -20,7 +20,7 @@ from pipette_launch.facts import files
 from pipette_launch.report.measured import checkup_screen, measured_screen
 from pipette_launch.report.plan import plan_file_screen
 from pipette_launch.report.prediction import comparison_screen, prediction_screen
-from pipette_launch.text import escape_log_lines, printable
+from pipette_launch.text import escape_log_lines, listed, printable
 
 HOSTILE = "a\x1b]0;mine\x07\x9b31m\x7f\r\u202eb\ud800"
 
@@ -108,3 +108,8 @@ def test_log_lines_are_escaped(capsys: pytest.CaptureFixture[str], monkeypatch: 
 
     record = logging.LogRecord("x", logging.WARNING, "", 0, "cannot read %s", (HOSTILE,), None)
     assert logging.lastResort.format(record).isprintable()
+
+
+def test_a_long_list_names_its_first_words_and_counts_the_rest() -> None:
+    """A list of up to `most` words is complete."""
+    assert ["a and 2 more", "a, b and 1 more", "a, b, c", "a, b, c"] == [listed("abc", most) for most in (1, 2, 3, 4)]

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,7 +51,6 @@ def run_stage(
     device_kind: str,
     program: MakeProgram | None = None,
     stopwatch: Any = None,
-    wait_s: float = 0.0,
     captures: bool = False,
 ) -> StageRun:
     """Train the first rank of a stage for two steps, and with a stopwatch for three more on a CPU; free everything.
@@ -60,9 +58,8 @@ def run_stage(
     `workload.load` must have run, and no process group may exist.
 
     `program` is the job's own script; None builds the model from the job's flags. `stopwatch` is a stopwatch of
-    `probe.instruments`; None times no step. `wait_s` is a wait before each timed pass, in which caches cool down as in
-    training. If the script `captures` CUDA graphs, each step runs all micro-batches. A WorkloadError says that Megatron
-    or the script refuses the stage. Out-of-memory errors of torch are raised unchanged.
+    `probe.instruments`; None times no step. If the script `captures` CUDA graphs, each step runs all micro-batches.
+    Raises WorkloadError if Megatron or the script refuses the stage. Raises out-of-memory errors of torch unchanged.
     """
     every = layout.num_microbatches(job.batch.global_batch_size)
     num_microbatches = every if captures else enough_microbatches(layout, pp_rank, every)
@@ -72,7 +69,7 @@ def run_stage(
         num_microbatches=num_microbatches,
         captures=captures,
         on_cpu=device_kind == "cpu",
-        timer=_StepTimer(stopwatch, num_microbatches, wait_s) if stopwatch else None,
+        timer=_StepTimer(stopwatch, num_microbatches) if stopwatch else None,
     )
 
     def start() -> None:
@@ -141,8 +138,8 @@ class _Steps:
 class _StepTimer:
     """Times training steps of a stage, without the loading of batches and without the noise of received tensors."""
 
-    def __init__(self, stopwatch: Any, num_microbatches: int, wait_s: float) -> None:
-        self._stopwatch, self._num_microbatches, self._wait_s = stopwatch, num_microbatches, wait_s
+    def __init__(self, stopwatch: Any, num_microbatches: int) -> None:
+        self._stopwatch, self._num_microbatches = stopwatch, num_microbatches
         self._marks: list[Any] = []
         """Begin and end of the present schedule, then the end of each optimizer's step."""
         self._pauses: list[tuple[Any, Any]] = []
@@ -155,7 +152,6 @@ class _StepTimer:
                 optimizer.step = self._marked(optimizer.step)
         batches = step.arguments["data_iterator"]
         loaded = [*map(self._loaded, batches)] if isinstance(batches, list) else self._loaded(batches)
-        time.sleep(self._wait_s)
         self._stopwatch.check_speed()
         run = self._marked(step.run)
         self._marks.append(self._stopwatch.mark())
@@ -179,10 +175,9 @@ class _StepTimer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the block and a wait out of the present schedule."""
+        """Leave the block out of the present schedule."""
         before = self._stopwatch.mark()
         yield
-        time.sleep(self._wait_s if self._marks else 0.0)
         self._pauses.append((before, self._stopwatch.mark()))
 
     def end(self) -> None:

@@ -13,7 +13,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from pipette_launch.agent.store import StoreGone, call_torch, growing_pauses, wi
 from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts.messages import Member
-from pipette_launch.text import printable
+from pipette_launch.text import listed, printable
 
 NAME_S = 5.0
 """Seconds for a name service to answer."""
@@ -264,8 +264,8 @@ class Waiting:
             nodes = "its one node" if settings.most_nodes == 1 else f"all its {settings.most_nodes} nodes"
             words = (
                 f"the job at {settings.endpoint} with --rdzv-id {settings.run_id} already has {nodes} "
-                f"({_listed(self._names)}), so this launcher is one too many; raise --nnodes if it belongs to that "
-                f"job, or give another --rdzv-endpoint if it is another job"
+                f"({listed(self._names, MOST_NAMES)}), so this launcher is one too many; raise --nnodes if it belongs "
+                f"to that job, or give another --rdzv-endpoint if it is another job"
             )
             if settings.most_nodes == 1:
                 raise ClusterError(f"{words}{settings.advice}")
@@ -279,7 +279,7 @@ class Waiting:
         """Return a sentence about the missing nodes, with their ranks if known, else with their number."""
         settings, least, most = self._settings, self._settings.least_nodes, self._settings.most_nodes
         nodes = f"{least} nodes" if least == most else f"{least} to {most} nodes"
-        there = f" ({_listed(self._names)})" if self._names else ""
+        there = f" ({listed(self._names, MOST_NAMES)})" if self._names else ""
         where = f"{len(self._names)} of {nodes} have come to {settings.endpoint} in {waited_s:.0f} s{there}"
         store = getattr(self._inner, "_store", None)
         if store is not None and settings.node_rank >= 0:
@@ -287,16 +287,11 @@ class Waiting:
                 keys = {str(rank): self._key(rank) for rank in range(most)}
                 ranks = within(STORE_ANSWER_S, lambda: [rank for rank, key in keys.items() if not store.check([key])])
                 if ranks:
-                    return f"{where}; missing: --node-rank {_listed(ranks)}"
+                    return f"{where}; missing: --node-rank {listed(ranks, MOST_NAMES)}"
         return f"{where}; each launcher needs the same --rdzv-endpoint and --rdzv-id ({settings.run_id})"
 
     def _key(self, node_rank: int) -> str:
         return f"pipette/{self._settings.run_id}/node-rank/{node_rank}"
-
-
-def _listed(words: Sequence[str]) -> str:
-    rest = len(words) - MOST_NAMES
-    return ", ".join(words[:MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 class AgentStoreHandler(RendezvousHandler):

@@ -30,6 +30,7 @@ from pipette_launch.agent.store import MOST_BYTES, PEER_WAIT_S, RoundOver, Round
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 from pipette_launch.facts.messages import Decision, exit_words
+from pipette_launch.text import listed
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +122,7 @@ def judge(reports: Sequence[NodeReport], absent: Sequence[str], *, waited_s: flo
     if len(guilty) > MOST_NAMED:
         causes.append(f"the same with {len(guilty) - MOST_NAMED} more workers")
     if absent:
-        more = f" and {len(absent) - MOST_NAMED} more" if len(absent) > MOST_NAMED else ""
-        listed = ", ".join(absent[:MOST_NAMED]) + more
-        causes.append(f"the launcher on {listed} does not answer: it or its node is gone")
+        causes.append(f"the launcher on {listed(absent, MOST_NAMED)} does not answer: it or its node is gone")
     after = f"the warm-up failed after {waited_s:.1f} s"
     if not causes:
         slowest = sorted(states, key=lambda state: state.advance)[:MOST_NAMED]

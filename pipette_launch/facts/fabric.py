@@ -18,7 +18,7 @@ from pipette_launch.errors import FactError
 from pipette_launch.facts.accelerators import DeviceSpec, Link
 from pipette_launch.facts.cluster import Links
 from pipette_launch.facts.files import ADDED_LATER
-from pipette_launch.text import rate_text
+from pipette_launch.text import listed, rate_text
 
 DOMAIN = "NVLink domain"
 MOST_NAMED = 4
@@ -204,10 +204,8 @@ class FabricSpec:
         """Yield a sentence on hosts with slow devices, and a sentence on hosts with slow network cards."""
         for what, factors in (("Devices", self.compute_factor), ("Network cards", self.network_factor)):
             if factors:
-                named = ", ".join(f"{host} {factor:g}" for host, factor in list(factors.items())[:MOST_NAMED])
-                more = len(factors) - MOST_NAMED
-                rest = f" and {more} more" if more > 0 else ""
-                yield f"{what} of these hosts are slower than the others by these factors: {named}{rest}."
+                named = listed([f"{host} {factor:g}" for host, factor in factors.items()], MOST_NAMED)
+                yield f"{what} of these hosts are slower than the others by these factors: {named}."
 
 
 UNIFORM = FabricSpec(source="All links between hosts are assumed to be equal.", tiers=(Tier(name="network"),))

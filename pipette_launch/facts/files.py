@@ -228,7 +228,8 @@ def _checked(kind: type, value: Any, where: str) -> Any:
 
 def _fact(kind: Any, value: Any, where: str) -> Any:
     hints, required = _fields(kind)
-    unknown = sorted(_checked(dict, value, where).keys() - hints.keys())
+    removed: frozenset[str] = getattr(kind, "REMOVED", frozenset())
+    unknown = sorted(_checked(dict, value, where).keys() - hints.keys() - removed)
     if unknown:
         raise FileFormatError(f"{where}: unknown field {unknown[0]!r}")
     missing = sorted(required - value.keys())

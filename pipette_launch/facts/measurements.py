@@ -337,6 +337,8 @@ class Measurements:
     """The file cluster.json: the machines and all measurements on these machines."""
 
     KIND: ClassVar[str] = "cluster"
+    REMOVED: ClassVar[frozenset[str]] = frozenset({"wake_s"})
+    """Fields of files of earlier releases, which reading skips."""
 
     cluster: Cluster
     compute: tuple[ComputeTime, ...]
@@ -352,9 +354,6 @@ class Measurements:
     """Sentences on skipped, unstable and assumed values."""
     optimizer_s_per_parameter: float | None = None
     """Seconds of an optimizer step for each parameter whose state a slot holds. None = not measured."""
-    wake_s: float = field(default=0.0, metadata=ADDED_LATER)
-    """Additional seconds of a chunk's forward and backward if each pass comes after a wait, as in pipelines. 0 = not
-    measured, as in warm-ups on GPUs."""
     loading: LoadingTime | None = field(default=None, metadata=ADDED_LATER)
     """Time to load batches with Megatron-LM's own trainer on CPUs. The time is `None` if it was not measured."""
     gradient_s_per_byte: float = field(default=0.0, metadata=ADDED_LATER)

@@ -203,7 +203,6 @@ class WorkerResult:
     stages: tuple[StageReading, ...] = ()
     optimizer_s_per_parameter: float | None = None
     gradient_s_per_byte: float | None = None
-    wake_s: float | None = None
     loading: LoadingTime | None = None
     phase_s: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -59,7 +59,7 @@ from pipette_launch.probe.links.selection import (
 )
 from pipette_launch.probe.lockstep import Budget, Lockstep
 from pipette_launch.probe.messages import LinkSamples, WarmupOrder, WorkerResult, joined
-from pipette_launch.text import hertz_text, plural, rate_text
+from pipette_launch.text import hertz_text, listed, plural, rate_text
 from pipette_patches.replacements import megatron_core_version
 
 T = TypeVar("T")
@@ -471,7 +471,6 @@ def assemble(
         memory=tuple(reading for result in results for reading in result.memory),
         optimizer_s_per_parameter=_median([one.optimizer_s_per_parameter for one in results], wall),
         gradient_s_per_byte=_median([one.gradient_s_per_byte for one in results], wall) or 0.0,
-        wake_s=_median([one.wake_s for one in results], wall) or 0.0,
         loading=_median_loading([result.loading for result in results if result.loading]),
         refused=refused,
         unmeasured=tuple(case for case in missing if case not in refused),
@@ -553,8 +552,7 @@ def _compute_notes(
     ]
     names = list(dict.fromkeys(options.slot_name(time.slot) for time in unstable))
     if names:
-        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         yield (
-            f"compute: layer times scatter by more than {UNSTABLE_SPREAD:.0%} on {', '.join(names[:MAX_NAMED])}{more}; "
+            f"compute: layer times scatter by more than {UNSTABLE_SPREAD:.0%} on {listed(names, MAX_NAMED)}; "
             f"something else may be running there"
         )

@@ -77,6 +77,14 @@ def test_measurements_come_back_as_they_were(tmp_path: Path) -> None:
     assert made == files.read(tmp_path / "deep" / "cluster.json", Measurements)
 
 
+def test_fields_that_a_later_release_removed_are_skipped() -> None:
+    """A cluster.json of release 0.2.0 with the time of waking is still read."""
+    made = tiny_measurements(tiny_cluster())
+    document = json.loads(files.dumps(made))
+
+    assert made == files.loads(Measurements, json.dumps({**document, "wake_s": 0.004}), "here")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

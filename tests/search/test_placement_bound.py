@@ -60,8 +60,7 @@ def measurements_of(cluster: Cluster, rng: random.Random) -> Measurements:
         for each in (Samples(values_s=(seconds / case.tp,)),)
     )
     fits = drawn_fits(rng) if cluster.num_slots >= 4 and rng.random() < 0.3 else ()
-    others = {"optimizer_s_per_parameter": 1e-9, "wake_s": rng.choice((0.0, scale))}
-    return replace(tiny_measurements(cluster, cases), compute=compute, collectives=fits, **others)  # type: ignore[arg-type]
+    return replace(tiny_measurements(cluster, cases), compute=compute, collectives=fits, optimizer_s_per_parameter=1e-9)
 
 
 def layout_of(slots: int, rng: random.Random, *, experts: bool) -> Layout:

@@ -21,6 +21,7 @@ from pipette_launch.facts.known_devices import device_of_driver, devices_like
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, Measurements, Samples
 from pipette_launch.megatron.performance import performance_options
+from pipette_launch.text import listed
 
 CHANGED = 0.25
 """Times of an earlier warm-up are used only if the machines' speed changed since then by at most this relative
@@ -91,9 +92,8 @@ def with_extrapolated_times(job: Job, measurements: Measurements) -> Measurement
             here, there = modelled.get((source, part)), modelled.get((case, part))
             if here is not None and there is not None:
                 added.append(replace(times_ratio(time, there, here), case=case, source="modelled"))
-    names = ", ".join(f"tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}" for case in missing[:3])
-    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-    note = f"compute: {names}{more} were not measured; a device model carried over the times of measured cases"
+    names = listed([f"tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}" for case in missing], 3)
+    note = f"compute: {names} were not measured; a device model carried over the times of measured cases"
     return replace(measurements, compute=(*measurements.compute, *added), notes=(*measurements.notes, note))
 
 

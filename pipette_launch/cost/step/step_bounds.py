@@ -430,13 +430,10 @@ class _Passes:
 
         def pipelines(unit: UnitTimes, slowness: float) -> Pipelines:
             forward_RK, backward_RK = unit.chunk_times(content.parts_KX, slowness, tables.slowest)
-            # Number of waits for each micro-batch, by the same rule as in `ComputeTable.chunk_passes`.
-            waits_U = np.ones(len(first_U)) if kinds_UVP.shape[2] > 1 else 1 / microbatches_N[first_U]
-            wake_s_U11 = (tables.compute.wake.forward_s * slowness * waits_U)[:, None, None]
             rows_U11 = rows_U[:, None, None]
             return Pipelines(
-                forward_s_UVP=forward_RK[rows_U11, kinds_UVP] + wake_s_U11,
-                backward_s_UVP=backward_RK[rows_U11, kinds_UVP] + wake_s_U11,
+                forward_s_UVP=forward_RK[rows_U11, kinds_UVP],
+                backward_s_UVP=backward_RK[rows_U11, kinds_UVP],
                 hop_s_U=unit.hop_s_U[rows_U],
                 microbatches_U=microbatches_N[first_U],
                 group_size_U=group_size_U,

@@ -29,7 +29,6 @@ from pipette_launch.probe.compute.timing import (
     short_layer,
     time_calls,
     time_part,
-    time_wake,
 )
 from pipette_launch.probe.health.nvml import read_under_load
 from pipette_launch.probe.instruments import MemoryMeter, stopwatch_for
@@ -255,7 +254,7 @@ class LayerBench(Bench):
         lockstep.progress.step(0, len(mine), case_words(reference))
         untimed_s, _ = self._round(reference, lockstep, budget)
         longest_s = 0.0
-        self._overheads(reference)
+        self._loading(reference)
 
         def goes_on() -> bool:
             return budget.allows(COMPUTE_SHARE, needs_s=untimed_s + longest_s)
@@ -308,21 +307,17 @@ class LayerBench(Bench):
         options = {"device_kind": self.options.device_kind, **self._program(single_layers=True)}
         return stack.enter_context(patches_workload.workload(self.options.job, case, **options))
 
-    def _overheads(self, case: ComputeCase) -> None:
-        """Measure the overheads of a CPU stage: running with cold caches after a wait, and loading micro-batches."""
-        job, wakes = self.options.job, self.options.num_slots > 1
-        loads = loads_as_megatron_lm(job)
-        if self.options.device_kind == "cuda" or not self.found.compute or not (wakes or loads):
+    def _loading(self, case: ComputeCase) -> None:
+        """Measure how long loading of micro-batches keeps a CPU stage from computing."""
+        job = self.options.job
+        if self.options.device_kind == "cuda" or not self.found.compute or not loads_as_megatron_lm(job):
             return
-        words = case_words(case)
-        script = self._program(single_layers=True)
-        with self.noting(f"a short layer of {words}"), short_layer(job, case, script["program"]) as layer:
-            if wakes:
-                with self.noting(f"a layer of {words} after a wait"):
-                    self.add(wake_s=time_wake(layer, self._stopwatch))
-            if loads:
-                with self.noting(f"the loading of micro-batches of {words}"):
-                    self.add(loading=loading_time(job, layer, case.micro_batch_size))
+        program = self._program(single_layers=True)["program"]
+        with (
+            self.noting(f"the loading of micro-batches of {case_words(case)}"),
+            short_layer(job, case, program) as layer,
+        ):
+            self.add(loading=loading_time(job, layer, case.micro_batch_size))
 
     def _reference(self, work: Workload | None, lockstep: Lockstep, budget: Budget) -> None:
         """Measure the reference case: the slot's speed, the parts, the speed of slow slots again, and the optimizer."""
@@ -482,8 +477,7 @@ class StageBench(Bench):
         job, kind = self.options.job, self.options.device_kind
         try:
             run = partial(whole_stage.run_stage, job, case.layout, case.pp_rank, device_kind=kind)
-            wait_s = WAIT_S if kind == "cpu" else 0.0
-            return run(stopwatch=stopwatch_for(kind), wait_s=wait_s, **self._program(single_layers=False))
+            return run(stopwatch=stopwatch_for(kind), **self._program(single_layers=False))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

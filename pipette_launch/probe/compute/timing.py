@@ -1,14 +1,12 @@
-"""Times of one part of a model: forward, gradients of input and weights, recompute; and the overheads of a CPU stage.
+"""Times of one part of a model: forward, gradients of input and weights, recompute, and loading of batches on a CPU.
 
 The time of a layer is a slope: a short and a long chain run in turns, and the difference of their times is divided by
 the difference of their lengths. So the cost of entering a chain does not count, such as the first launch on an idle
 device. The time of weight gradients, or of recompute, is the difference between two chains of equal length.
 
-On a CPU a stage also takes time that layers in a row do not show (measured on four hosts with 0.4 of a core each):
-
-- Waking: after a wait of 20 ms, as in a pipeline, cold caches add 3 to 4 ms of wall time to layers of any size.
-- Loading: the data loader's processes compute on the slot's cores, and cost the first and the last stage 12 ms for each
-  micro-batch of any size. On a GPU machine the data loader has its own cores.
+On a CPU a stage also takes time that layers in a row do not show: the data loader's processes compute on the slot's
+cores. On four hosts with 0.4 of a core each, they cost the first and the last stage 12 ms for each micro-batch of any
+size. On a GPU machine the data loader has its own cores.
 """
 
 from __future__ import annotations
@@ -34,9 +32,8 @@ from pipette_patches.workload import MakeProgram, Part, workload
 
 MAX_VALUES = 20
 TOKENS = 32
-"""Tokens on each rank for the layer that measures overheads, which do not grow with the tokens."""
-WAIT_S = 0.02  # Wait (s) before each timed pass, in which other processes compute
-WARMUPS, VALUES = 1, 7
+"""Tokens on each rank for the layer beside which loading is timed."""
+WAIT_S = 0.02  # Wait (s) before each timed step of the optimizer, in which other processes compute
 QUEUED = 2  # Batches that each process of a loader prepares ahead (torch's `prefetch_factor`)
 TURNS, BATCHES = 3, 8
 REST_S = 0.05  # Seconds in which the loader's processes fill their queues, to be idle during the next timing
@@ -199,27 +196,6 @@ def short_layer(job: Job, case: ComputeCase, program: MakeProgram | None) -> Ite
     short = replace(job, model=replace(job.model, seq_length=length))
     with workload(short, replace(case, micro_batch_size=1), device_kind="cpu", program=program) as work:
         yield next(part for part in work.parts if part.name in LAYERS)
-
-
-def time_wake(layer: Part, stopwatch: Stopwatch, sleep: Callable[[float], None] = time.sleep) -> float:
-    """Return the extra seconds of forward plus backward if a wait precedes each pass; never negative."""
-
-    def turn() -> float:
-        stopwatch.check_speed()
-        one, two = (sum(run_part(layer, layer.forward, length, stopwatch)) for length in (1, 2))
-        sleep(WAIT_S)
-        begun = stopwatch.mark()
-        output = layer.forward(1)
-        forward_s = stopwatch.seconds(begun, stopwatch.mark())
-        sleep(WAIT_S)
-        begun = stopwatch.mark()
-        layer.backward(output)
-        # Subtract the time of a layer that runs directly after another layer.
-        return forward_s + stopwatch.seconds(begun, stopwatch.mark()) - (two - one)
-
-    with layer.accumulating():
-        found = [turn() for _ in range(WARMUPS + VALUES)]
-    return max(statistics.median(found[WARMUPS:]), 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

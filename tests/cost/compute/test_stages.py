@@ -42,17 +42,6 @@ def test_ends_are_not_free() -> None:
     assert milliseconds(table().chunk_passes(Layout(pp=4))) == [(1.1, 2.2, 0), (1, 2, 0), (1, 2, 0), (1.5, 3.0, 0)]
 
 
-def test_waking_costs_every_chunk_of_a_pipeline_and_elsewhere_one_pass_of_a_step() -> None:
-    """Half of it each way; without stages only the first pass of a step comes after a wait, that for the gradients."""
-    waking = ComputeTable(tiny_job(), replace(tiny_measurements(tiny_cluster(), (CASE,)), wake_s=4e-4))
-
-    assert milliseconds(waking.chunk_passes(Layout(pp=2, vpp=2)))[1:3] == [(1.2, 2.2, 0), (1.2, 2.2, 0)]
-    data_parallel = Layout(dp=4)
-    with_and_without = (one.chunk_passes(data_parallel)[0].forward_s for one in (waking, table()))
-    longer_s = next(with_and_without) - next(with_and_without)
-    assert pytest.approx(2e-4) == longer_s * data_parallel.num_microbatches(tiny_job().batch.global_batch_size)
-
-
 def test_stages_that_need_tokens_or_labels_load_every_micro_batch() -> None:
     """Once before the first and the last forward of a pipeline, and once where one stage needs both."""
     measured = tiny_measurements(tiny_cluster(), (CASE, TWO))
@@ -289,16 +278,13 @@ def test_all_layouts_get_the_usual_factor() -> None:
         assert [one.backward_s for one in found.chunk_passes(layout)] == pytest.approx([usual * each for each in plain])
 
 
-def test_waits_count_on_both_sides_and_loading_on_neither() -> None:
-    """A stage of 3 ms and 1 ms of waits that took 4 ms needs no factor; it has its batches at hand."""
-    found = with_readings(reading(1, 2 * 4e-3), loading=LoadingTime(batch_s=1.0, sample_s=0.0), wake_s=1e-3)
-    plain = with_readings(loading=LoadingTime(batch_s=1.0, sample_s=0.0), wake_s=1e-3)
-    alone = with_readings(reading(0, 2 * 14.5e-3, Layout(dp=4)), wake_s=1e-3)
+def test_loading_is_no_part_of_a_stage() -> None:
+    """A middle stage of 3 ms that took 3 ms needs no factor, because its batches are ready before it starts."""
+    found = with_readings(reading(1, 2 * 3e-3), loading=LoadingTime(batch_s=1.0, sample_s=0.0))
+    plain = with_readings(loading=LoadingTime(batch_s=1.0, sample_s=0.0))
 
     assert pytest.approx(1.0) == found.factors.usual
     assert milliseconds(plain.chunk_passes(PIPELINE)) == milliseconds(found.chunk_passes(PIPELINE))
-    # A rank without a pipeline waits once in its two micro-batches: 4 layers of 3 ms, 0.3 + 1.5 ms, and 1 ms / 2.
-    assert pytest.approx((14.5 / 14.3) ** weight_on_cpus(1)) == alone.factors.usual
 
 
 @pytest.mark.parametrize("changes", [{"job_digest": "another job"}, {"num_microbatches": 0}])

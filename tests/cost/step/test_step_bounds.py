@@ -118,7 +118,6 @@ def measurements_of(cluster: Cluster, rng: random.Random, *, fits: bool) -> Meas
         "optimizer_s_per_parameter": 1e-9,
         "gradient_s_per_byte": rng.choice((0.0, 1e-10)),
         "step_s": rng.choice((0.0, 3e-2)),
-        "wake_s": rng.choice((0.0, 3e-3)),
         "host_bytes_per_s": rng.choice((0.0, 1e6, 1e8)),
     }
     return replace(base, compute=compute, collectives=drawn_fits(rng) if fits else (), **others)  # type: ignore[arg-type]

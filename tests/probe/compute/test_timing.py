@@ -29,7 +29,6 @@ from pipette_launch.probe.compute.timing import (
     slope,
     time_loading,
     time_part,
-    time_wake,
 )
 from pipette_launch.probe.instruments import (
     CHECK_EVERY_S,
@@ -442,54 +441,3 @@ def test_only_the_loader_of_megatron_lms_own_trainer_is_known(tmp_path: Path, mo
     assert not loads_as_megatron_lm(external)
     found.clear()
     assert not loads_as_megatron_lm(tiny_job())
-
-
-@dataclass
-class Layer:
-    """Takes exact times, `cold_s` more for each direction after a wait, and `entry_s` to enter a row of layers."""
-
-    clock: FakeClock
-    cold_s: float
-    entry_s: float = 0.0
-    has_slept: bool = False
-    chains: bool = True
-
-    def sleep(self, seconds: float) -> None:
-        """Wait."""
-        self.clock.now_s += seconds
-        self.has_slept = True
-
-    def forward(self, times: int) -> int:
-        """Run a row of layers."""
-        self._take(times * STAGE_FORWARD_S + self.entry_s)
-        return times
-
-    def backward(self, times: int) -> None:
-        """Run it backward."""
-        self._take(times * BACKWARD_S)
-
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Add up no gradients."""
-        yield
-
-    def _take(self, seconds: float) -> None:
-        self.clock.now_s += seconds + (self.cold_s if self.has_slept else 0.0)
-        self.has_slept = False
-
-
-def wake_s(cold_s: float, entry_s: float = 0.0) -> float:
-    """Return the measured seconds."""
-    layer = Layer(FakeClock(), cold_s, entry_s)
-    return time_wake(layer, layer.clock, layer.sleep)  # type: ignore[arg-type]
-
-
-def test_both_directions_wake_and_sleep_does_not_count() -> None:
-    """A layer in a row is the comparison, so the cost of entering counts too."""
-    assert pytest.approx(0.25) == wake_s(0.125)
-    assert pytest.approx(0.5) == wake_s(0.125, entry_s=0.25)
-
-
-def test_noise_does_not_make_it_negative() -> None:
-    """A layer that is faster after waits has an overhead of 0."""
-    assert 0.0 == wake_s(-0.5)

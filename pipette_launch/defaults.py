@@ -6,6 +6,8 @@ MEMORY_MARGIN = 0.08
 """`--pipette-memory-margin`, `--memory-margin`: share of the device's memory that a plan leaves free."""
 WARMUP_BUDGET_S = 60.0
 """`--pipette-budget`: longest duration of a warm-up's measurements in seconds."""
+LINKS_BUDGET_S = 10.0
+"""Longest duration in seconds of a warm-up that measures only links, for a job that cannot be planned."""
 SEARCH_BUDGET_S = 10.0
 """Longest search for a plan in processor seconds: `--budget` of `pipette plan`, and the launcher's own search."""
 TRIALS = 0

@@ -277,6 +277,10 @@ class Decision:
     """Plan with the least predicted need among plans of similar jobs that ran out of memory. None = no plan."""
     probe_options: str = ""
     """Options of the warm-up as a document of `probe`. The text is empty if the phase is not the warm-up."""
+    only_links: bool = False
+    """True if the warm-up measures only links, because the job cannot be planned."""
+    host_order: tuple[str, ...] = ()
+    """Names of `hosts` in the order of their ranks, for a training without a plan. Empty = torchrun's order."""
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.hosts) == len(self.num_slots):
@@ -288,6 +292,8 @@ class Decision:
         most = len(self.plan.contenders()) if self.plan and self.phase == "trial" else self.trial
         if self.attempt < 0 or not 0 <= self.trial <= most:
             raise FactError(f"attempt={self.attempt} or trial={self.trial} does not exist in the plan")
+        if self.host_order and (self.plan or sorted(self.host_order) != sorted(self.hosts)):
+            raise FactError(f"host_order has {', '.join(self.host_order)}, but {', '.join(self.hosts)} have workers")
         if self.plan and self.choice and self.phase in ("trial", "train") and not set(self.hosts) <= {*self.plan.hosts}:
             raise FactError(f"the plan is for {', '.join(self.plan.hosts)}, not for {', '.join(self.hosts)}")
 
@@ -314,6 +320,7 @@ class Decision:
             self,
             tokens=tuple(compress(self.tokens, stays)),
             hosts=tuple(compress(self.hosts, stays)),
+            host_order=tuple(host for host in self.host_order if host not in names),
             num_slots=tuple(compress(self.num_slots, stays)),
             standby=(*self.standby, *compress(self.tokens, leaves)),
             standby_hosts=(*self.standby_hosts, *compress(self.hosts, leaves)),
@@ -344,7 +351,9 @@ class Decision:
         here = self.tokens.index(token)
         choice = self.choice if self.phase in ("trial", "train") else None
         if choice is None or self.plan is None:
-            first = sum(self.num_slots[:here])
+            name = self.hosts[here]
+            before = self.host_order[: self.host_order.index(name)] if self.host_order else self.hosts[:here]
+            first = sum(count for host, count in zip(self.hosts, self.num_slots, strict=True) if host in before)
             return tuple(range(first, first + self.num_slots[here]))
         size = self.plan.devices_per_host
         host = self.plan.hosts.index(self.hosts[here])

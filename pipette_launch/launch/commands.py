@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from pipette_launch import defaults
 from pipette_launch.agent.controller import WorkerCommand
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import ComputeCase, Host, Job, files, schedule
@@ -18,7 +19,7 @@ from pipette_launch.facts.health import DeviceCondition
 from pipette_launch.facts.messages import Decision
 from pipette_launch.launch.cache import CLUSTER
 from pipette_launch.launch.options import Options
-from pipette_launch.probe.messages import TINY_BYTES, WarmupOrder
+from pipette_launch.probe.messages import TINY_BYTES, LinksOrder, WarmupOrder
 from pipette_launch.report.plan import chosen_line
 
 SIZE_LIMITS_BYTES = {"cpu": (64 << 10, 2 << 20), "cuda": (1 << 20, 64 << 20)}
@@ -86,6 +87,18 @@ def probe_options(
         script=script,
         script_arguments=options.script_arguments if script else (),
         python_path=() if options.is_module else (str(Path(options.script).resolve().parent),),
+    )
+
+
+def links_options(hosts: tuple[Host, ...], *, options: Options, folder: Path) -> LinksOrder:
+    """Return the options of a warm-up that measures only links, and leaves its measurements in `folder`."""
+    least, most = SIZE_LIMITS_BYTES[hosts[0].devices[0].kind]
+    return LinksOrder(
+        hosts=hosts,
+        output=str(folder / CLUSTER),
+        progress_dir=str(folder / "progress"),
+        message_sizes_bytes=(TINY_BYTES, least, math.isqrt(least * most), most),
+        budget_s=min(options.budget_s, defaults.LINKS_BUDGET_S),
     )
 
 

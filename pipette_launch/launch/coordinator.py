@@ -20,8 +20,21 @@ from pipette_launch.facts.messages import Decision, NodeRecord, TrialReport
 from pipette_launch.facts.plan import Shortage, in_order_of, lower
 from pipette_launch.launch import cache
 from pipette_launch.launch.cache import CLUSTER, PLAN, Cache, ShortageFile
-from pipette_launch.launch.commands import probe_options
-from pipette_launch.launch.hosts import Policy, Ruling, apart, hosts_of, in_order, joined, notes_of, unique_names
+from pipette_launch.launch.commands import links_options, probe_options
+from pipette_launch.launch.hosts import (
+    AS_TORCHRUN,
+    Policy,
+    Ruling,
+    apart,
+    hosts_of,
+    in_held_order,
+    in_order,
+    in_order_of_links,
+    joined,
+    notes_of,
+    orders_hosts,
+    unique_names,
+)
 from pipette_launch.launch.options import Options, Script
 from pipette_launch.launch.plan_reports import PlanDocuments, page_of, page_path, trace_of, trace_path
 from pipette_launch.launch.trials import TrialCoordinator, failed, needs_check, passed
@@ -29,7 +42,7 @@ from pipette_launch.planning import replan
 from pipette_launch.planning.plan_key import plan_key
 from pipette_launch.planning.replan import UseFallback
 from pipette_launch.probe.health.verdicts import judge
-from pipette_launch.probe.messages import WarmupOrder
+from pipette_launch.probe.messages import LinksOrder, WarmupOrder
 
 logger = logging.getLogger(__name__)
 
@@ -320,6 +333,8 @@ class Coordinator:
         self._driver_verdicts: tuple[Verdict, ...] = ()
         self._told_before_warmup: tuple[str, ...] = ()
         self._measures_anew = False
+        self._held_order: tuple[str, ...] = ()
+        """Order of the hosts in the last training without a plan; empty = torchrun's order, or no such training."""
         # Copy of the user's environment, because the agent adds a plan's variables to its own environment.
         environ = dict(os.environ)
         self._script = Script(options, environ)
@@ -338,7 +353,8 @@ class Coordinator:
 
         `held` is the last round's decision; None at first. `lost` maps hosts that are gone or out of reach to reasons.
         """
-        self._is_start = held is None
+        self._is_start = held is None or held.only_links
+        self._held_order = held.host_order if held else ()
         self._keep_batch(held)
         ordered = in_order(records)
         bare = Decision(
@@ -430,7 +446,34 @@ class Coordinator:
         if ruling.stops:
             return replace(bare, phase="stop", failed=True)
         smaller, rest = apart(bare, hosts, ruling)
-        return self._guarded(smaller, lambda: self._find(smaller, rest))
+
+        def find() -> Decision:
+            try:
+                return self._find(smaller, rest)
+            except MegatronError as error:
+                return self._aside(smaller, rest, error)
+
+        return self._guarded(smaller, find)
+
+    def _aside(self, bare: Decision, hosts: tuple[Host, ...], error: PipetteError) -> Decision:
+        """Train without a plan, on hosts in the order of their links; the first start may measure the links before."""
+        if not orders_hosts(self._options, len(hosts)):
+            raise error
+        bare = replace(bare, reason=joined(bare.reason, str(error)))
+        known = None if self._measures_anew else self.planner.surveyed_of(bare.hosts)
+        if known is None and self._is_start and not self._measures_anew:
+            known = self.planner.machine_measurements(hosts).load()
+        if known is not None:
+            return self._in_order(bare, known)
+        if not (self._is_start or self._measures_anew):
+            # The first node may be lost together with its measurements, and recovery must not wait for new ones.
+            return in_held_order(self._unplanned(bare), self._held_order)
+        order = links_options(hosts, options=self._options, folder=self._folder)
+        return replace(bare, phase="warmup", probe_options=files.dumps(order), only_links=True)
+
+    def _in_order(self, bare: Decision, measured: Measurements) -> Decision:
+        self.planner.surveyed = measured
+        return in_order_of_links(self._unplanned(bare), measured, self._options)
 
     def _find(self, bare: Decision, hosts: tuple[Host, ...]) -> Decision:
         """Find a plan in a file or in the cache, else order a warm-up."""
@@ -513,7 +556,14 @@ class Coordinator:
 
     def after_warmup(self, decision: Decision, failure: str) -> Decision:
         """Make a plan from the measurements. `failure` is the reason why the warm-up failed, or empty."""
-        bare = replace(decision, phase="train", probe_options="", reason="")
+        bare = replace(decision, phase="train", probe_options="", only_links=False, reason="")
+
+        def weigh_links() -> Decision:
+            links = files.loads(LinksOrder, decision.probe_options, "the order of the warm-up")
+            if failure:
+                raise ProbeError(failure)
+            found = files.read(self._folder / CLUSTER, Measurements)
+            return self._in_order(bare, self.planner.machine_measurements(links.hosts).kept(found))
 
         def weigh() -> Decision:
             order = files.loads(WarmupOrder, decision.probe_options, "the order of the warm-up")
@@ -528,7 +578,7 @@ class Coordinator:
                 return replace(bare, phase="stop")
             return self._plan(bare, order.hosts, order.job, measurements)
 
-        return self._guarded(bare, weigh)
+        return self._guarded(bare, weigh_links if decision.only_links else weigh)
 
     def _plan(self, bare: Decision, hosts: tuple[Host, ...], job: Job, measurements: Measurements) -> Decision:
         """Plan for the measured hosts, without spares and without hosts that the warm-up found sick."""
@@ -545,7 +595,11 @@ class Coordinator:
         def solve() -> Decision:
             job_of_rest = self.planner.read_keyed(rest) if ruling.on_standby else job
             left = without_hosts(measurements, ruling.on_standby)
-            plan = self.planner.solve(job_of_rest, left, surveyed=measurements, spares=ruling.spares)
+            try:
+                plan = self.planner.solve(job_of_rest, left, surveyed=measurements, spares=ruling.spares)
+            except PlanError as error:
+                self.planner.surveyed = measurements
+                return self._aside(smaller, rest, error)
             return self._train(smaller, job_of_rest, plan, reason=smaller.reason)
 
         return self._guarded(smaller, solve)
@@ -644,8 +698,11 @@ class Coordinator:
         reason = joined(bare.reason, reason)
         if is_misuse or options.on_error == "fail" or options.only_looks:
             return replace(bare, phase="stop", failed=True, is_misuse=is_misuse, reason=reason)
-        reason = f"{reason}; training with your own configuration as torchrun would"
-        following, planner = replace(bare, patches=self.planner.patches, reason=reason), self.planner
+        return self._unplanned(replace(bare, reason=f"{reason}; {AS_TORCHRUN}"))
+
+    def _unplanned(self, bare: Decision) -> Decision:
+        """Return the decision to train with the user's own configuration, in torchrun's order."""
+        following, planner = replace(bare, patches=self.planner.patches), self.planner
         if planner.job is None:
             return following
         # Write the model's sizes as in the checkpoint, because a model of other sizes could not load the checkpoint.

@@ -10,15 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+import numpy as np
+
+from pipette_launch import megatron
 from pipette_launch.errors import ClusterError, PipetteError, UsageError
-from pipette_launch.facts import Host
+from pipette_launch.facts import Host, Layout, Measurements
 from pipette_launch.facts.health import Verdict
 from pipette_launch.facts.messages import Decision, NodeRecord, best_left_out
-from pipette_launch.launch.options import OnSick
+from pipette_launch.launch.options import OnSick, Options
 from pipette_launch.probe.health import inventory
 from pipette_launch.text import plural
 
 logger = logging.getLogger(__name__)
+AS_TORCHRUN = "training with your own configuration as torchrun would"
+SHOWN_HOSTS = 32
 
 
 def described(record: NodeRecord, address: str, device: Literal["auto", "cuda", "cpu"]) -> NodeRecord:
@@ -246,6 +251,43 @@ def hosts_to_leave(sick: Sequence[Verdict], hosts: Sequence[str]) -> tuple[str, 
     links = [(one.host, one.other_host) for one in sick if not out & {one.host, one.other_host}]
     out |= best_left_out(links, hosts).keys()
     return tuple(host for host in hosts if host in out)
+
+
+def orders_hosts(options: Options, num_hosts: int) -> bool:
+    """Return whether the hosts of a job that cannot be planned get an order by their links."""
+    may_go_on = options.on_error != "fail" and not options.only_looks and options.host_order == "measured"
+    # Two hosts have one link, so no order of two hosts is faster.
+    return may_go_on and num_hosts > 2 and not megatron.binding_flag(options.script_arguments)
+
+
+def in_order_of_links(bare: Decision, measured: Measurements, options: Options) -> Decision:
+    """Order the hosts of a training without a plan by their links; the reason of the decision has the gain."""
+    # Import the search only here, because a start with a cached plan does not search.
+    from pipette_launch.search.host_order import order_hosts
+
+    names, num_ranks = [host.name for host in measured.cluster.hosts], sum(bare.num_slots)
+    given_H = np.array([names.index(host) for host in bare.hosts])
+    stated = megatron.stated_layout(options.script_arguments, num_ranks)
+    layout = stated or Layout(dp=num_ranks)
+    order_H, gain = order_hosts(measured, given_H, layout, margin=options.margin, seed=options.seed)
+    ring = "all ranks exchange data in a ring"
+    assumed = f"({stated.words().partition(' mbs')[0]}, as your flags say)" if stated else f"(assumption: {ring})"
+    if not gain:
+        reason = f"{AS_TORCHRUN}: measured links give no faster order of the hosts {assumed}"
+        return replace(bare, reason=joined(bare.reason, reason))
+    order = tuple(names[host] for host in order_H)
+    listed = ", ".join(order[:SHOWN_HOSTS]) + (" and so on" if len(order) > SHOWN_HOSTS else "")
+    reason = f"training with your own configuration, on the hosts in the order {listed} {assumed}: {gain}"
+    return replace(bare, host_order=order, reason=joined(bare.reason, reason))
+
+
+def in_held_order(bare: Decision, held: Sequence[str]) -> Decision:
+    """Keep the order of the remaining hosts of a training without a plan; hosts that came later are last."""
+    if not held:
+        return replace(bare, reason=joined(bare.reason, AS_TORCHRUN))
+    order = (*(host for host in held if host in bare.hosts), *(host for host in bare.hosts if host not in held))
+    reason = "training with your own configuration, on the remaining hosts in the same order"
+    return replace(bare, host_order=order, reason=joined(bare.reason, reason))
 
 
 def apart(bare: Decision, hosts: tuple[Host, ...], ruling: Ruling) -> tuple[Decision, tuple[Host, ...]]:

@@ -31,7 +31,7 @@ from pipette_launch.launch.terminal import Terminal, parts_words
 from pipette_launch.launch.training import OutcomeTracker, Recovery, Slowdown, device_peaks, has_trained
 from pipette_launch.launch.trials import trial_progress
 from pipette_launch.probe.health import inventory
-from pipette_launch.probe.messages import START_S, WarmupOrder, wait_s
+from pipette_launch.probe.messages import START_S, LinksOrder, WarmupOrder, wait_s
 from pipette_launch.report.plan import outcome_line
 
 logger = logging.getLogger(__name__)
@@ -212,9 +212,10 @@ class NodeController(Controller):
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self.progress_folder.mkdir()
         path = self._folder / "probe-options.json"
-        order = files.loads(WarmupOrder, decision.probe_options, "the order of the warm-up")
+        kind = LinksOrder if decision.only_links else WarmupOrder
+        order = files.loads(kind, decision.probe_options, "the order of the warm-up")
         files.write(path, replace(order, progress_dir=str(self.progress_folder), output=str(self.measured_path)))
-        return commands.probe("run", path)
+        return commands.probe("run", path, kind.KIND)
 
     # -- output of the workers -------------------------------------------------------------------------------------
 

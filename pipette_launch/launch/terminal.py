@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -11,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from threading import Event, Thread
 from typing import TextIO
 
+from pipette_launch.defaults import LINKS_BUDGET_S
 from pipette_launch.facts import Measurements, Plan
 from pipette_launch.facts.messages import Decision
 from pipette_launch.launch.cache import Cache
@@ -158,9 +160,11 @@ class Terminal:
         if decision.phase == "warmup":
             self._warmup = ProgressLine(sys.stderr)
             others = " and others" if len(decision.hosts) > SHOWN_HOSTS else ""
+            what = f"{'the links of ' * decision.only_links}{sum(decision.num_slots)} slots"
+            budget_s = min(options.budget_s, LINKS_BUDGET_S if decision.only_links else math.inf)
             self.say(
-                f"measuring {sum(decision.num_slots)} slots on {', '.join(decision.hosts[:SHOWN_HOSTS])}{others}, "
-                f"about {options.budget_s:.0f} s at most after their imports"
+                f"measuring {what} on {', '.join(decision.hosts[:SHOWN_HOSTS])}{others}, "
+                f"about {budget_s:.0f} s at most after their imports"
             )
         elif decision.phase == "trial" and decision.plan is not None:
             self.say(trial_words(decision, asked=options.trials))

@@ -20,9 +20,24 @@ from pipette_launch.megatron.logs import (
 )
 from pipette_launch.megatron.pins import fixed_fields
 from pipette_launch.megatron.read import global_batch_size, read_job
-from pipette_launch.megatron.script import TrialWords, environment, script_version, trial_arguments, version_or_newest
+from pipette_launch.megatron.script import (
+    TrialWords,
+    binding_flag,
+    environment,
+    script_version,
+    stated_layout,
+    trial_arguments,
+    version_or_newest,
+)
 
-__all__ = ["RERUN_EXIT_CODES", "Continuation", "Iteration", "MemoryLine", "TrialWords", "continuation"]
+__all__ = ["RERUN_EXIT_CODES", "Continuation", "Iteration", "MemoryLine", "TrialWords", "binding_flag", "continuation"]
 __all__ += ["environment", "exception_in", "explain_failure", "failure_of", "fixed_fields", "global_batch_size"]
 __all__ += ["newest_release", "parse_iteration", "parse_memory", "read_job", "record_path", "saved_iteration"]
-__all__ += ["script_version", "trial_arguments", "version_or_newest", "why_no_plan_helps", "write_arguments"]
+__all__ += [
+    "script_version",
+    "stated_layout",
+    "trial_arguments",
+    "version_or_newest",
+    "why_no_plan_helps",
+    "write_arguments",
+]

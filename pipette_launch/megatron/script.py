@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -166,6 +167,48 @@ PLAYED_STEPS = 10
 """Least number of training steps in the arguments of a played script. A played stage needs fewer steps."""
 WARM_UPS = 2
 """Number of first iterations that a trial does not count, because of compilation, new communicators and cold caches."""
+
+
+DEGREES = (
+    *(r"tensor_(model_parallel_size|parallel_degree)", r"pipeline_(model_parallel_size|parallel_degree)"),
+    *(r"context_parallel_(size|degree)", r"expert_(model_parallel_size|parallel_degree)"),
+)
+"""Names of the settings for tp, pp, cp and ep in frameworks on Megatron and in torchtitan, as regular expressions."""
+BINDING = r"(local|node|machine)_rank=.*|inprocess_restart=.*|non_persistent_ckpt_type=local|dataloader_type=external"
+"""Settings with which each rank needs the same host at every start."""
+
+
+def _settings(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Return name and value of each setting: `--a-b 2`, `--a-b=2` and `model.a_b=2` are all (`a_b`, `2`)."""
+    found = []
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        name, joined, value = word.partition("=")
+        if joined or name.startswith("--"):
+            plain = name.lstrip("-+").rpartition(".")[2].replace("-", "_")
+            found.append((plain, value if joined or following.startswith("-") else following))
+    return found
+
+
+def stated_layout(words: Sequence[str], world_size: int) -> Layout | None:
+    """Return the layout that any script's words state; None if the words state no degree or a doubtful one."""
+    given = _settings(words)
+    found = [{value for name, value in given if re.fullmatch(degree, name)} for degree in DEGREES]
+    if not any(found) or any(len(values) > 1 for values in found):
+        return None
+    try:
+        tp, pp, cp, ep = (int(min(values, default="1")) for values in found)
+        dp = world_size // max(tp * pp * cp, 1)
+        mapping = any(name == "use_tp_pp_dp_mapping" for name, _ in given)
+        layout = Layout(tp=tp, pp=pp, cp=cp, ep=ep, dp=dp, use_tp_pp_dp_mapping=mapping)
+    except ValueError:
+        return None
+    return layout if layout.world_size == world_size else None
+
+
+def binding_flag(words: Sequence[str]) -> str:
+    """Return the first setting of any script that binds ranks to hosts; empty if there is no such setting."""
+    given = (f"{name}={value}" for name, value in _settings(words))
+    return next((one.rstrip("=") for one in given if re.fullmatch(BINDING, one)), "")
 
 
 class TrialWords(NamedTuple):

@@ -47,16 +47,13 @@ def wait_s(num_ranks: int, left_s: float = 0.0, *, least_s: float = LEAST_S) -> 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WarmupOrder(HostsOfJob):
-    """The agent's order for its warm-up workers; ranks are slots (devices), numbered host by host."""
+class LinksOrder(HostsOfJob):
+    """The agent's order for workers that time links; ranks are slots (devices), numbered host by host."""
 
-    KIND: ClassVar[str] = "probe-options"
+    KIND: ClassVar[str] = "links-options"
 
-    job: Job
     hosts: tuple[Host, ...]
     """Hosts in the order of torchrun's ranks, with the same number of devices each."""
-    cases: tuple[ComputeCase, ...]
-    """Compute cases, most promising first. The first case is the reference case, which every slot measures."""
     output: str
     """File in which rank 0 writes the Measurements."""
     progress_dir: str
@@ -67,12 +64,6 @@ class WarmupOrder(HostsOfJob):
     """Largest number of hosts of which all pairs are measured. With more hosts, a sample of pairs and the links that
     plans use are measured."""
     blind_rounds: int = BLIND_ROUNDS
-    known: str = ""
-    """File of an earlier warm-up of these hosts, readable by rank 0; empty = none. Only the links that plans use are
-    measured again; all other links come from this file."""
-    adviser: tuple[str, ...] = ()
-    """Command of the adviser, which reads a MeasuringQuestion and writes an Advice, without the two file names; empty =
-    no adviser. The caller names the command, because this package imports no planner."""
     budget_s: float = WARMUP_BUDGET_S
     """Seconds after which no phase begins another case, counted from the time when all workers are ready. Each phase
     measures its minimum in any case."""
@@ -86,6 +77,42 @@ class WarmupOrder(HostsOfJob):
     """Number of untimed messages or collectives of each size, sent first."""
     conditions: tuple[DeviceCondition, ...] = ()
     """The driver's report on each device, in slot order; empty = unknown."""
+
+    def __post_init__(self) -> None:
+        if not self.hosts or len({len(host.devices) for host in self.hosts}) != 1:
+            counts = ", ".join(f"{host.name}: {len(host.devices)}" for host in self.hosts)
+            raise FactError(f"the warm-up needs hosts with equally many devices, got {counts or 'no hosts'}")
+
+    def wait_s(self, left_s: float = 0.0) -> float:
+        """Return the longest wait for another worker whose phase may still take `left_s` seconds."""
+        return wait_s(self.num_slots, left_s, least_s=self.timeout_s)
+
+    def slot_name(self, slot: int) -> str:
+        """Return host and device of a slot: `node17:3`."""
+        host, local = divmod(slot, self.devices_per_host)
+        return f"{self.hosts[host].name}:{local}"
+
+    def device(self, slot: int) -> Device:
+        """Return the device of a slot."""
+        host, local = divmod(slot, self.devices_per_host)
+        return self.hosts[host].devices[local]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarmupOrder(LinksOrder):
+    """The agent's order for its warm-up workers, which also time layers, collectives and stages."""
+
+    KIND: ClassVar[str] = "probe-options"
+
+    job: Job
+    cases: tuple[ComputeCase, ...]
+    """Compute cases, most promising first. The first case is the reference case, which every slot measures."""
+    known: str = ""
+    """File of an earlier warm-up of these hosts, readable by rank 0; empty = none. Only the links that plans use are
+    measured again; all other links come from this file."""
+    adviser: tuple[str, ...] = ()
+    """Command of the adviser, which reads a MeasuringQuestion and writes an Advice, without the two file names; empty =
+    no adviser. The caller names the command, because this package imports no planner."""
     script: tuple[str, ...] = ()
     """The job's script as Python's arguments: a file, or `-m` and a module. If the script is empty, the measured models
     are built from the job's flags."""
@@ -94,9 +121,7 @@ class WarmupOrder(HostsOfJob):
     """Folders that the script's interpreter searches first, such as one with a megatron checkout."""
 
     def __post_init__(self) -> None:
-        if not self.hosts or len({len(host.devices) for host in self.hosts}) != 1:
-            counts = ", ".join(f"{host.name}: {len(host.devices)}" for host in self.hosts)
-            raise FactError(f"the warm-up needs hosts with equally many devices, got {counts or 'no hosts'}")
+        LinksOrder.__post_init__(self)
         if not self.cases:
             raise FactError("the warm-up needs at least one compute case, its reference")
 
@@ -124,20 +149,6 @@ class WarmupOrder(HostsOfJob):
             # Large groups come first: they carry the gradients, and are timed even if the budget runs out.
             for size, stride in sorted(within | across | world, key=lambda shape: (-shape[0], shape[1]))
         )
-
-    def wait_s(self, left_s: float = 0.0) -> float:
-        """Return the longest wait for another worker whose phase may still take `left_s` seconds."""
-        return wait_s(self.num_slots, left_s, least_s=self.timeout_s)
-
-    def slot_name(self, slot: int) -> str:
-        """Return host and device of a slot: `node17:3`."""
-        host, local = divmod(slot, self.devices_per_host)
-        return f"{self.hosts[host].name}:{local}"
-
-    def device(self, slot: int) -> Device:
-        """Return the device of a slot."""
-        host, local = divmod(slot, self.devices_per_host)
-        return self.hosts[host].devices[local]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

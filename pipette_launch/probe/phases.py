@@ -54,7 +54,6 @@ from pipette_launch.probe.links.selection import (
     Pair,
     Round,
     Survey,
-    blind_rounds,
     survey,
 )
 from pipette_launch.probe.lockstep import Budget, Lockstep
@@ -199,10 +198,7 @@ class Phases:
             if not self.lockstep.agree(lambda: found is not None and found.is_stale(are_few=are_few)):
                 return self._shared(advice)
             self._earlier = None
-        sample = None
-        if self._has_adviser and len(hosts) > self.options.full_hosts:
-            places = [host.place for host in hosts]
-            sample = blind_rounds(len(hosts), places, self.options.blind_rounds, np.random.default_rng(0))
+        sample = pairs.sample(self.options) if self._has_adviser else None
         with self.progress.during("links"):
             linked = pairs.measure(self.options, lockstep=self.lockstep, budget=self._for_links(), between=sample)
             self.progress.sum_up(_links_words(linked, len(hosts)))

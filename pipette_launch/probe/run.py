@@ -1,11 +1,12 @@
-"""One warm-up worker: `python -m pipette_launch.probe.run ORDER.json`, in torchrun's environment.
+"""One warm-up worker: `python -m pipette_launch.probe.run ORDER.json [links-options]`, in torchrun's environment.
 
 All workers run the phases in `phases.py` together. Rank 0 decides when a phase ends, gathers results through the
-agent's store, and writes the Measurements.
+agent's store, and writes the Measurements. With `links-options`, workers time only links, and import no Megatron.
 """
 
 from __future__ import annotations
 
+import datetime as dt
 import logging
 import os
 import sys
@@ -17,10 +18,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.facts import files
+from pipette_launch.facts import Cluster, Measurements, files
+from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.nvml import is_same_device
 from pipette_launch.probe.lockstep import Budget, Lockstep, WorkerPlace, end_with_parent, worker_place
-from pipette_launch.probe.messages import START, Progress, WarmupOrder
+from pipette_launch.probe.messages import START, LinksOrder, Progress, WarmupOrder, WorkerResult
 from pipette_launch.text import printable
 
 logger = logging.getLogger(__name__)
@@ -32,9 +34,9 @@ def main(arguments: Sequence[str]) -> int:
     started_s = time.perf_counter()
     progress: Progress | None = None
     try:
-        (path,) = arguments
+        path, *only_links = arguments
         place = worker_place(os.environ)
-        options = files.read(Path(path), WarmupOrder)
+        options: LinksOrder = files.read(Path(path), LinksOrder if only_links else WarmupOrder)
         # Compute the local rank from RANK, because --virtual-local-rank sets LOCAL_RANK to 0 on every worker.
         local = place.rank % options.devices_per_host
         progress = Progress(
@@ -56,12 +58,15 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_s: float) -> None:
+def _work(options: LinksOrder, place: WorkerPlace, progress: Progress, started_s: float) -> None:
     if place.world_size != options.num_slots or not 0 <= place.rank < place.world_size:
         raise ProbeError(
             f"RANK={place.rank} WORLD_SIZE={place.world_size} do not fit "
             f"{len(options.hosts)} hosts of {options.devices_per_host} devices"
         )
+    if not isinstance(options, WarmupOrder):
+        _time_links(options, place, progress, started_s)
+        return
     sys.path[:0] = options.python_path
     # torch is imported after the checks, so that a bad order fails at once.
     import torch.distributed as dist
@@ -97,12 +102,7 @@ def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_
     phases.alone()
     # The barrier comes first, because the deadline of a connection does not allow for late compute phases.
     lockstep.barrier(phases.budget.left_s())
-    # Pass no device_id. With a device_id NCCL splits subgroups off the world, and ranks outside a subgroup must make
-    # the call too.
-    world, backend = dist.PrefixStore("world", lockstep.store), BACKENDS[options.device_kind]
-    # Deadline for reading NCCL's id from the store, and for the watchdog of the group.
-    timeout = timedelta(seconds=options.wait_s())
-    dist.init_process_group(backend, store=world, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    _open_group(options, lockstep)
     phases.together()
     # Skip this call after a failure, because NCCL would wait for peers that are gone, and the process ends anyway.
     dist.destroy_process_group()
@@ -114,7 +114,57 @@ def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_
     progress.announce("done")
 
 
-def _met(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_s: float) -> Lockstep:
+def _time_links(options: LinksOrder, place: WorkerPlace, progress: Progress, started_s: float) -> None:
+    """Time only links, for a job whose layers cannot be measured."""
+    import torch.distributed as dist
+
+    from pipette_launch.probe.links import fits, pairs
+
+    if options.device_kind == "cuda":
+        use_device(progress.local_rank, options.device(place.rank).uuid)
+    lockstep = _met(options, place, progress, started_s)
+    now_s = time.perf_counter()
+    progress.phase_s[START] = now_s - started_s
+    budget = Budget(started_s=now_s, budget_s=options.budget_s, clock=time.perf_counter)
+    _open_group(options, lockstep)
+    with progress.during("links"):
+        mine = pairs.measure(options, lockstep=lockstep, budget=budget, between=pairs.sample(options))
+    texts = lockstep.gather(files.dumps(mine), budget.left_s())
+    dist.destroy_process_group()
+    if texts is not None:
+        results = [files.loads(WorkerResult, text, f"result of rank {rank}") for rank, text in enumerate(texts)]
+        links, speed = fits.found_links(options, results), (1.0,) * options.num_slots
+        found = Measurements(
+            cluster=Cluster(
+                hosts=options.hosts, between_hosts=links.between, within_host=links.within, slot_speed=speed
+            ),
+            compute=(),
+            collectives=links.sends,
+            memory=(),
+            overhead_bytes=0,
+            versions=inventory.versions(),
+            taken_at=dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
+            phase_s=progress.phase_s,
+            notes=links.notes,
+            survey=links.survey,
+        )
+        files.write(Path(options.output), found)
+    progress.announce("done")
+
+
+def _open_group(options: LinksOrder, lockstep: Lockstep) -> None:
+    """Open the communicator of all ranks."""
+    import torch.distributed as dist
+
+    # Pass no device_id. With a device_id NCCL splits subgroups off the world, and ranks outside a subgroup must make
+    # the call too.
+    world, backend = dist.PrefixStore("world", lockstep.store), BACKENDS[options.device_kind]
+    # Deadline for reading NCCL's id from the store, and for the watchdog of the group.
+    timeout = timedelta(seconds=options.wait_s())
+    dist.init_process_group(backend, store=world, rank=lockstep.rank, world_size=lockstep.world_size, timeout=timeout)
+
+
+def _met(options: LinksOrder, place: WorkerPlace, progress: Progress, started_s: float) -> Lockstep:
     """Wait until all workers have started, so that the deadlines of phases need not cover late imports."""
     from torch.distributed import PrefixStore
 

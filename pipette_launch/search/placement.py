@@ -396,7 +396,7 @@ def rearranged(
             break
         linear = linearise(model, np.array(best.placement), known=known)
         known = linear.tangents
-        seats, near_HK = np.arange(num_hosts), _nearest(problem.cluster.between_hosts, NEAR)
+        seats, near_HK = np.arange(num_hosts), nearest(problem.cluster.between_hosts, NEAR)
         search = partial(descend, linear.flows, seats, near_HK=near_HK, group_H=slots.domain_H, steps=DESCENT_STEPS)
         descents = range(DESCENTS if num_hosts <= MANY_HOSTS else 1)
         arranged = min((search(rng=chance, is_late=is_late) for _ in descents), key=lambda found: found.cost_s)
@@ -416,7 +416,7 @@ def rearranged(
 
 
 @lru_cache(maxsize=4)
-def _nearest(links: Links, count: int) -> Ints:
+def nearest(links: Links, count: int) -> Ints:
     """Return the `count` nearest hosts of each host (at most H - 1), unordered: shape (H, count)."""
     distance_HH = distances_s(links)
     np.fill_diagonal(distance_HH, np.inf)

@@ -22,6 +22,7 @@ OWN_FLAGS = {
     "--pipette-device",
     "--pipette-dry-run",
     "--pipette-fix",
+    "--pipette-host-order",
     "--pipette-layers",
     "--pipette-margin",
     "--pipette-memory-margin",

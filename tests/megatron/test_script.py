@@ -13,10 +13,12 @@ from megatron_lines import SMALL, job
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Layout
 from pipette_launch.megatron import (
+    binding_flag,
     environment,
     newest_release,
     read_job,
     script_version,
+    stated_layout,
     trial_arguments,
     version_or_newest,
 )
@@ -330,3 +332,50 @@ def test_a_played_script_keeps_the_proportion_of_its_stacks() -> None:
     assert (20, 32, "t5") == (job.model.num_layers, job.model.seq_length, job.model.foreign)
     assert "--encoder-num-layers 2 --decoder-num-layers 3".split() == list(found[:4])
     assert "--ckpt-format" in found
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size=2",
+        "model.tensor_model_parallel_size=2 model.pipeline_model_parallel_size=2 train.train_iters=5",
+        "--parallelism.tensor_parallel_degree 2 --parallelism.pipeline_parallel_degree 2",
+        "++policy.megatron_cfg.tensor_model_parallel_size=2 policy.megatron_cfg.pipeline_model_parallel_size=2",
+    ],
+)
+def test_degrees_of_any_dialect_are_read(words: str) -> None:
+    """Flags and overrides of several frameworks give one layout, with the other ranks as replicas."""
+    assert Layout(tp=2, pp=2, dp=4) == stated_layout(words.split(), 16)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--lr 1",
+        "--tensor-model-parallel-size 3",
+        "--tensor-model-parallel-size auto",
+        "a.tensor_model_parallel_size=2 b.tensor_model_parallel_size=4",
+        "--tensor-model-parallel-size 0",
+        "--expert-model-parallel-size 3",
+    ],
+)
+def test_doubtful_degrees_are_unknown(words: str) -> None:
+    """No degree, two values, a word, or a degree that does not divide the ranks give no layout."""
+    assert stated_layout(words.split(), 16) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("--local-rank 0", "local_rank=0"),
+        ("--inprocess-restart", "inprocess_restart"),
+        ("checkpoint.non_persistent_ckpt_type=local", "non_persistent_ckpt_type=local"),
+        ("--dataloader-type external", "dataloader_type=external"),
+        ("--machine_rank=1", "machine_rank=1"),
+        ("--dataloader-type cyclic --non-persistent-ckpt-type global", ""),
+    ],
+)
+def test_flags_that_bind_ranks_to_hosts_are_found(words: str, flag: str) -> None:
+    """A binding flag is named in any dialect; other values of the same flag do not bind."""
+    assert flag == binding_flag(words.split())

@@ -40,9 +40,9 @@ from pipette_launch.facts import Samples
 from pipette_launch.probe.health.verdicts import suspect_links
 from pipette_launch.probe.instruments import QueuedCalls, await_device
 from pipette_launch.probe.links.fits import fit_link
-from pipette_launch.probe.links.selection import Pair, Round, all_pairs, rounds_of
+from pipette_launch.probe.links.selection import Pair, Round, all_pairs, blind_rounds, rounds_of
 from pipette_launch.probe.lockstep import Budget, Clock, Lockstep
-from pipette_launch.probe.messages import MIN_SIZES, TINY_BYTES, LinkSamples, WarmupOrder, WorkerResult
+from pipette_launch.probe.messages import MIN_SIZES, TINY_BYTES, LinkSamples, LinksOrder, WorkerResult
 
 Group: TypeAlias = tuple[Pair, ...]
 """Pairs of slots that are measured together: all rails of a pair of hosts, or one pair of devices in the same host."""
@@ -275,7 +275,7 @@ class LinkMeter:
     Each rank returns its samples as a sender. The caller of `measure` decides whether there is time for another round.
     """
 
-    options: WarmupOrder
+    options: LinksOrder
     lockstep: Lockstep
     bound_s: float
     """Time limit for measuring one direction of a pair, in seconds."""
@@ -447,8 +447,16 @@ def direction_s(left_s: float, num_rounds: int, device_kind: str) -> float:
     return min(max(fair_s, LEAST_DIRECTION_S[device_kind]), MOST_DIRECTION_S)
 
 
+def sample(options: LinksOrder) -> Sequence[Round] | None:
+    """Return rounds of some pairs of many hosts; None for few hosts, of which all pairs are measured."""
+    if len(options.hosts) <= options.full_hosts:
+        return None
+    places = [host.place for host in options.hosts]
+    return blind_rounds(len(places), places, options.blind_rounds, np.random.default_rng(0))
+
+
 def measure(
-    options: WarmupOrder, *, lockstep: Lockstep, budget: Budget, between: Sequence[Round] | None = None
+    options: LinksOrder, *, lockstep: Lockstep, budget: Budget, between: Sequence[Round] | None = None
 ) -> WorkerResult:
     """Time links between local devices and between hosts, and slow links between hosts again; every rank calls this.
 
@@ -533,7 +541,7 @@ def settled(
     return tuple(min(links, key=seconds_per_byte) for links in zip(*found, strict=True))
 
 
-def shared_bandwidth_HH(options: WarmupOrder, rank: int, links: Sequence[LinkSamples]) -> NDArray[np.float64]:
+def shared_bandwidth_HH(options: LinksOrder, rank: int, links: Sequence[LinkSamples]) -> NDArray[np.float64]:
     """Return the measured bytes/s between all hosts on every rank; nan = not measured."""
     num_hosts, size = len(options.hosts), options.devices_per_host
     everyone = torch.zeros((options.num_slots, num_hosts), dtype=torch.float64)

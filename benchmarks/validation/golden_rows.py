@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.validation.first_step import copies
 from benchmarks.validation.tables import DataError, number, optional, read_json_lines, read_table, size, text, word
 
 COLUMNS = {
@@ -69,6 +70,8 @@ NO_MEMORY = frozenset(
     }
 )
 """Flags, and beginnings of flags, on which memory does not depend: two tests that differ in them run one layout."""
+IMAGES = Path(__file__).parents[1] / "data" / "megatron_images.csv"
+"""Containers of Megatron-LM's CI, with their torch releases."""
 OTHER_MODELS = ("bert", "t5", "retro", "multimodal", "mimo", "vision", "ict")
 """First words of Megatron-LM's test folders whose scripts do not train a decoder-only model."""
 
@@ -110,6 +113,8 @@ class GoldenRow:
     peak_bytes: float
     iteration_s: float | None
     configuration: Configuration
+    torch: tuple[int, ...] = ()
+    """Release of torch in the container that measured this row; blank if the container is not known."""
     is_copied: bool = False
     """True if an older test of another model has exactly these bytes and seconds, so that this row is a copy."""
 
@@ -117,6 +122,11 @@ class GoldenRow:
     def is_decoder_only(self) -> bool:
         """True if the script trains a GPT. Tests of one GPT move between folders (gpt, moe, mixtral)."""
         return not self.model.lower().startswith(OTHER_MODELS)
+
+    @property
+    def logit_copies(self) -> int:
+        """Copies of the logits that torch adds to the peak in the test's first step."""
+        return copies(self.torch, self.configuration.args)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,8 +155,11 @@ class GoldenData:
     without_memory: int
 
 
-def read_golden(path: Path, args_path: Path) -> GoldenData:
-    """Read rows with a measured peak; raises DataError for a bad cell, a missing column or an unknown `args_key`."""
+def read_golden(path: Path, args_path: Path, known: Sequence[GoldenRow] = ()) -> GoldenData:
+    """Read rows with a measured peak; raises DataError for a bad cell, a missing column or an unknown `args_key`.
+
+    `known` are rows of other files, which may be the first to have a value of this file.
+    """
     configurations = _configurations(args_path)
     table = read_table(path, COLUMNS)
     rows = []
@@ -170,7 +183,7 @@ def read_golden(path: Path, args_path: Path) -> GoldenData:
         )
     return GoldenData(
         digest=table.digest,
-        rows=_with_copies_marked(rows),
+        rows=_with_torch(_with_copies_marked(rows), known),
         num_rows=len(table.rows),
         without_memory=len(table.rows) - len(rows),
     )
@@ -192,17 +205,34 @@ def _with_copies_marked(rows: Sequence[GoldenRow]) -> tuple[GoldenRow, ...]:
     return tuple(replace(row, is_copied=is_copied(row)) for row in rows)
 
 
+def _with_torch(rows: Sequence[GoldenRow], known: Sequence[GoldenRow]) -> tuple[GoldenRow, ...]:
+    """Give each row the torch release of the oldest tag with its values, because later tags repeat old values."""
+    images = read_table(IMAGES, {"tag": word, "env": word, "torch": word}).rows
+    torch = {(image["tag"], image["env"]): release_words(image["torch"]) for image in images}
+    oldest: dict[tuple[object, ...], GoldenRow] = {}
+    for row in sorted([*rows, *known], key=lambda row: release_words(row.tag)):
+        oldest.setdefault((row.gpu, row.static_bytes, row.peak_bytes), row)
+    firsts = [oldest[row.gpu, row.static_bytes, row.peak_bytes] for row in rows]
+    return tuple(
+        replace(row, torch=torch.get((first.tag, first.env.partition("_")[0]), ()))
+        for row, first in zip(rows, firsts, strict=True)
+    )
+
+
 def gpu_class(text_of_gpu: str) -> str:
     """`A100?` is an A100 by its times (README of the data). Other unknown devices stay unknown."""
     return "unknown" if text_of_gpu.strip("? ") == "" else text_of_gpu.rstrip("? ")
 
 
 def distinct_layouts(rows: Iterable[GoldenRow]) -> tuple[GoldenLayout, ...]:
-    """Group rows that run the same layout on the same GPU; the measured value is the median of distinct ones."""
-    groups: dict[tuple[str, ...], list[GoldenRow]] = {}
+    """Group rows that run the same layout on the same GPU; the measured value is the median of distinct ones.
+
+    Torch releases whose first steps copy the logits a different number of times have layouts of their own.
+    """
+    groups: dict[tuple[object, ...], list[GoldenRow]] = {}
     for row in rows:
         model = "gpt" if row.is_decoder_only else row.model
-        key = (model, row.gpu, str(row.world_size), row.configuration.layout_words)
+        key = (model, row.gpu, row.world_size, row.configuration.layout_words, row.logit_copies)
         groups.setdefault(key, []).append(row)
     return tuple(_layout(members) for members in groups.values())
 

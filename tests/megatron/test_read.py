@@ -287,6 +287,29 @@ def test_a_plan_needs_no_layout_of_the_users_own() -> None:
             job(sizes, for_planning=True, **wrong)  # type: ignore[arg-type]
 
 
+SHARED = (
+    "--num-experts 4 --disable-bias-linear --moe-shared-expert-intermediate-size 64 --bf16 --fp8-format hybrid "
+    "--transformer-impl transformer_engine"
+)
+RECOMPUTED = "--recompute-granularity selective --recompute-modules shared_experts"
+
+
+@pytest.mark.parametrize(
+    ("more", "version", "dies"),
+    [
+        ("", "0.15.0", True),
+        ("--fp8-recipe tensorwise", "0.15.0", False),
+        (RECOMPUTED, "0.15.0", False),
+        ("", "0.16.1", False),
+    ],
+)
+def test_a_note_names_shared_experts_that_stop_with_delayed_scaling(more: str, version: str, dies: bool) -> None:
+    """Megatron before 0.16 keeps the input of shared experts, which newer TransformerEngine refuses to do."""
+    notes = job(f"{SHARED} {more}", version=version, for_prediction=True).notes
+
+    assert dies == any("need TransformerEngine older than 2.6" in note for note in notes)
+
+
 BATCHLESS = TEXT.replace("--global-batch-size 32 ", "").split()
 
 

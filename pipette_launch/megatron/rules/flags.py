@@ -258,6 +258,11 @@ TABLE = (
     excludes("fine_grained_activation_offloading cpu_offloading_num_layers"),
     needs("fine_grained_activation_offloading", "--offload-modules"),
     needs("fine_grained_activation_offloading", "--transformer-impl transformer_engine"),
+    needs(
+        "recompute_modules",
+        "--experimental-attention-variant gated_delta_net or gdn or gdn2",
+        when=lambda f: "gdn_norm_out" in f.recomputed,
+    ),
     needs("delay_wgrad_compute", "--transformer-impl transformer_engine"),
     # Rules on experts.
     needs("moe_grouped_gemm", "--bf16", until=(0, 15)),

@@ -140,8 +140,6 @@ def _refused_modules(rules: Rules, modules: set[str]) -> Iterator[str]:
         yield f"recompute of moe_act needs {flag_of('moe_grouped_gemm')}"
     if "mla_up_proj" in modules and model.latent_attention is None:
         yield "recompute of mla_up_proj needs multi-latent attention"
-    if "gdn_norm_out" in modules and model.linear_attention is None:
-        yield "recompute of gdn_norm_out needs gated delta networks"
     if "shared_experts" in modules and options.moe_shared_expert_overlap:
         yield f"{flag_of('moe_shared_expert_overlap')} excludes recompute of shared_experts"
     if options.fp8 is not None and options.fp8_recipe == "delayed" and modules & {"layernorm", "moe_act"}:

@@ -112,6 +112,11 @@ PRECISE = "--use-precision-aware-optimizer --use-distributed-optimizer"
         ("--fine-grained-activation-offloading --offload-modules fused_group_mlp", "0.19.0", "fused_group_mlp needs"),
         (f"{OFFLOADING} --activation-offload-fraction 1.5", "0.19.0", "needs a fraction from 0 to 1"),
         (f"{OFFLOADING} --delta-offload-bytes-across-pp-ranks -1", "0.20", "and bytes from 0 on"),
+        (
+            "--hybrid-layer-pattern G-G- --recompute-granularity selective --recompute-modules gdn_norm_out",
+            "0.19.0",
+            "needs --experimental-attention-variant gated_delta_net or gdn or gdn2",
+        ),
         ("--log-memory-interval 3 --log-interval 2", "0.16.1", "not a multiple of --log-interval"),
         ("--data-path a --data-args-path b", "0.16.1", "exclude each other"),
         ("--mock-data --data-path a", "0.16.1", "exclude each other"),

@@ -36,6 +36,7 @@ from pipette_launch.agent.streams import NoLogs, Streams, WatchedLogs
 from pipette_launch.agent.trial import TrialRun
 from pipette_launch.agent.warmup import SETTLE_S, Warmup
 from pipette_launch.errors import ClusterError, PipetteError, UsageError
+from pipette_launch.facts.co_location import DeviceBinding, bindings
 from pipette_launch.facts.messages import Decision, Failure
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class PipetteAgent(LocalElasticAgent):
         self._address = spec.local_addr or rendezvous_settings.own_address()
         self._round_store: RoundStore | None = None
         self._decision: Decision | None = None
-        self._bindings: tuple[workers.DeviceBinding, ...] = ()
+        self._bindings: tuple[DeviceBinding, ...] = ()
         self._store_of_phase: TCPStore | None = None
         self._streams: Streams | None = None
         self._is_same_round = False
@@ -149,9 +150,7 @@ class PipetteAgent(LocalElasticAgent):
         decision, round_store = self._current()
         ranks = decision.ranks_of(self._token)
         # With NUMA options torch binds a worker to the cores near device LOCAL_RANK, so devices must keep their order.
-        self._bindings = workers.bindings(
-            ranks, keep_devices=getattr(worker_group.spec, "numa_options", None) is not None
-        )
+        self._bindings = bindings(ranks, keep_devices=getattr(worker_group.spec, "numa_options", None) is not None)
         size = sum(decision.num_slots)
         worker_group.workers = [
             Worker(local, global_rank=one.rank, role_rank=one.rank, world_size=size, role_world_size=size)

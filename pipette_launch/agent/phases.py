@@ -19,6 +19,7 @@ from pipette_launch.agent import workers
 from pipette_launch.agent.controller import Controller
 from pipette_launch.agent.store import RoundOver, RoundStore
 from pipette_launch.agent.streams import Streams
+from pipette_launch.facts.co_location import DeviceBinding
 from pipette_launch.facts.messages import AttemptEnd, Decision, Failure
 
 NEWS_S = 1.0
@@ -52,7 +53,7 @@ class PhaseBeforeTraining(ABC):
         return {}
 
     @abstractmethod
-    def look(self, processes: Mapping[int, Popen[bytes]], bindings: Sequence[workers.DeviceBinding]) -> bool:
+    def look(self, processes: Mapping[int, Popen[bytes]], bindings: Sequence[DeviceBinding]) -> bool:
         """Return whether the phase is over on all nodes, also by a failure or a hang.
 
         `processes` and `bindings` describe this node's workers by local rank. Raises RoundOver if an agent is lost.

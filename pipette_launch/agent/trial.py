@@ -27,6 +27,7 @@ from pipette_launch.agent.store import RoundOver, RoundStore, reports
 from pipette_launch.agent.streams import QuietLogs, Streams, WatchedLogs
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
+from pipette_launch.facts.co_location import DeviceBinding
 from pipette_launch.facts.messages import Decision, Failure, TrialReport
 from pipette_launch.probe.messages import START_S, wait_s
 
@@ -92,7 +93,7 @@ class TrialRun(PhaseBeforeTraining):
             self._step_s.append(step_s)
             self._heard_s = time.monotonic()
 
-    def look(self, processes: Mapping[int, Popen[bytes]], bindings: Sequence[workers.DeviceBinding]) -> bool:
+    def look(self, processes: Mapping[int, Popen[bytes]], bindings: Sequence[DeviceBinding]) -> bool:
         """Return whether the trial is over on all nodes."""
         store, key = self._round_store, self._decision.key
         try:
@@ -116,7 +117,7 @@ class TrialRun(PhaseBeforeTraining):
             raise ClusterError("a trial ended without a decision on what comes next")
         return self._next
 
-    def _is_over(self, processes: Mapping[int, Popen[bytes]], bindings: Sequence[workers.DeviceBinding]) -> bool:
+    def _is_over(self, processes: Mapping[int, Popen[bytes]], bindings: Sequence[DeviceBinding]) -> bool:
         """Return whether any node has published the end of the trial; publish the end if this node sees it."""
         store, decision = self._round_store, self._decision
         if store.has(f"{decision.key}/end"):
@@ -143,7 +144,7 @@ class TrialRun(PhaseBeforeTraining):
         store.settle(f"{decision.key}/end", files.dumps(TrialReport(step_s=(), failure=failure, took_s=0.0)))
         return True
 
-    def _is_late(self, bindings: Sequence[workers.DeviceBinding]) -> bool:
+    def _is_late(self, bindings: Sequence[DeviceBinding]) -> bool:
         """Return whether an iteration is overdue. Nodes without the last rank see no iterations and wait longer."""
         first_s, next_s = patience_s(self._decision)
         silent_s = time.monotonic() - self._heard_s
@@ -151,7 +152,7 @@ class TrialRun(PhaseBeforeTraining):
             return silent_s > (next_s if self._step_s else first_s)
         return silent_s > first_s + self._decision.iterations * next_s
 
-    def _describe(self, codes: Mapping[int, int | None], bindings: Sequence[workers.DeviceBinding]) -> Failure:
+    def _describe(self, codes: Mapping[int, int | None], bindings: Sequence[DeviceBinding]) -> Failure:
         """Return the failure of a dead worker. A dead worker whose reason is known comes before other dead workers."""
         assert self._streams is not None
         # Close the streams first, because the reason of the death is in the last lines.

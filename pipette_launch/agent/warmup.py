@@ -29,6 +29,7 @@ from pipette_launch.agent.phases import PhaseBeforeTraining
 from pipette_launch.agent.store import MOST_BYTES, PEER_WAIT_S, RoundOver, RoundStore, pack, reports, unpack
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
+from pipette_launch.facts.co_location import DeviceBinding
 from pipette_launch.facts.messages import Decision, exit_words
 from pipette_launch.text import listed
 
@@ -229,7 +230,7 @@ class Warmup(PhaseBeforeTraining):
     def _has_output(self) -> bool:
         return bool(self._logs) and any(path.is_file() and path.stat().st_size for path in Path(self._logs).rglob("*"))
 
-    def look(self, processes: Mapping[int, Popen[bytes]], bindings: Sequence[workers.DeviceBinding]) -> bool:  # noqa: ARG002
+    def look(self, processes: Mapping[int, Popen[bytes]], bindings: Sequence[DeviceBinding]) -> bool:  # noqa: ARG002
         """Return whether the warm-up is over on all nodes."""
         self._sample(processes)
         self._controller.warmup_goes_on(leads=self._token == self._decision.tokens[0])

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
-from typing import NamedTuple
 
 import psutil
 from torch.distributed.elastic.agent.server.api import RunResult
@@ -19,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessCo
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from pipette_launch import megatron
+from pipette_launch.facts.co_location import DeviceBinding
 from pipette_launch.facts.messages import Failure
 from pipette_launch.megatron.logs import OUT_OF_MEMORY
 
@@ -36,28 +36,6 @@ MOST_CHARACTERS = 300
 
 
 # -- devices ------------------------------------------------------------------------------------------------------
-
-
-class DeviceBinding(NamedTuple):
-    """RANK and device of one worker. The i-th binding of a node belongs to the worker with LOCAL_RANK i."""
-
-    rank: int
-    device: int
-
-
-def bindings(ranks: Sequence[int], *, keep_devices: bool = False) -> tuple[DeviceBinding, ...]:
-    """Bind the ranks of a node's devices (in device order) to its workers.
-
-    Parts of Megatron, Transformer Engine and DeepEP use `RANK % devices` as the device. If the node's ranks are
-    distinct modulo the number of devices, LOCAL_RANK becomes RANK modulo that number, and CUDA_VISIBLE_DEVICES is
-    reordered to match. If two ranks are equal modulo that number, or with `keep_devices`, the worker with LOCAL_RANK i
-    keeps device i.
-    """
-    size = len(ranks)
-    if keep_devices or len({rank % size for rank in ranks}) < size:
-        return tuple(DeviceBinding(rank=rank, device=device) for device, rank in enumerate(ranks))
-    by_remainder = {rank % size: DeviceBinding(rank=rank, device=device) for device, rank in enumerate(ranks)}
-    return tuple(by_remainder[remainder] for remainder in range(size))
 
 
 def visible_devices(inherited: str | None, bound: Sequence[DeviceBinding]) -> dict[str, str]:

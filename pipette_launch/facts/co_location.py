@@ -1,4 +1,4 @@
-"""Ranks that must share a host or an NVLink domain, and the domains of a job's hosts.
+"""Ranks that must share a host or an NVLink domain, the domains of a job's hosts, and the device of each rank.
 
 A group that must share a host or an NVLink domain has successive ranks in both of Megatron's rank orders. A
 tensor-parallel group begins at a multiple of tp, and an expert group (EP and ETP together) at a multiple of ep*etp.
@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -184,3 +184,25 @@ def _block_in_a_domain(asked_by: str, group: int, domains: Domains) -> RankBlock
         raise LayoutError(f"{asked_by} needs groups of ep*etp that fill NVLink domains of {shown}, or whole domains")
     within: Literal["host", "domain"] = "host" if size == domains.devices_per_host else "domain"
     return RankBlock(size=size, within=within, kind=kind, asked_by=asked_by)
+
+
+class DeviceBinding(NamedTuple):
+    """RANK and device of one worker. The i-th binding of a node belongs to the worker with LOCAL_RANK i."""
+
+    rank: int
+    device: int
+
+
+def bindings(ranks: Sequence[int], *, keep_devices: bool = False) -> tuple[DeviceBinding, ...]:
+    """Bind the ranks of a node's devices (in device order) to its workers.
+
+    Parts of Megatron, Transformer Engine and DeepEP use `RANK % devices` as the device. If the node's ranks are
+    distinct modulo the number of devices, LOCAL_RANK becomes RANK modulo that number, and CUDA_VISIBLE_DEVICES is
+    reordered to match. If two ranks are equal modulo that number, or with `keep_devices`, the worker with LOCAL_RANK i
+    keeps device i.
+    """
+    size = len(ranks)
+    if keep_devices or len({rank % size for rank in ranks}) < size:
+        return tuple(DeviceBinding(rank=rank, device=device) for device, rank in enumerate(ranks))
+    by_remainder = {rank % size: DeviceBinding(rank=rank, device=device) for device, rank in enumerate(ranks)}
+    return tuple(by_remainder[remainder] for remainder in range(size))

@@ -17,8 +17,8 @@ from torch.distributed import HashStore
 from pipette_launch.agent import trial
 from pipette_launch.agent.store import RoundOver, RoundStore
 from pipette_launch.agent.trial import TrialRun
-from pipette_launch.agent.workers import DeviceBinding
 from pipette_launch.errors import ClusterError
+from pipette_launch.facts.co_location import DeviceBinding
 from pipette_launch.facts.messages import Decision, TrialReport
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]

@@ -17,16 +17,15 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from pipette_launch.agent.workers import (
-    DeviceBinding,
     StoppedWorkers,
     as_oom_kill,
-    bindings,
     first_failure,
     first_line,
     last_words,
     oom_kills,
     visible_devices,
 )
+from pipette_launch.facts.co_location import DeviceBinding, bindings
 from pipette_launch.facts.messages import Failure
 
 

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from probe.workers import LIMIT_S
 
-from pipette_launch.agent.workers import bindings, visible_devices
+from pipette_launch.agent.workers import visible_devices
+from pipette_launch.facts.co_location import bindings
 from pipette_launch.probe import order_check
 from pipette_launch.probe.order_check import check_order
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pipette_launch.launch.options import Options
-    from pipette_launch.launch.slurm import Siblings
+    from pipette_launch.launch.outer_launcher import Siblings
 
 PREFIX = "--pipette-"
 INTERRUPTED = 130
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from torch.distributed.elastic.multiprocessing.errors import record
 
     from pipette_launch.agent.signals import end_at_once
-    from pipette_launch.launch.slurm import Siblings
+    from pipette_launch.launch.outer_launcher import Siblings
 
     logging.captureWarnings(capture=False)
     escape_log_lines()
@@ -159,23 +159,23 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _launch(words: Sequence[str], siblings: Siblings) -> None:
     with _without_collections():
-        from pipette_launch.launch import slurm
+        from pipette_launch.launch import outer_launcher
         from pipette_launch.launch.node_controller import launch
 
         whole = parser()
     check_own_flags(whole, words)
     args = parsed(whole, words)
-    step = slurm.take_flags(args, slurm.given_flags(whole, words, os.environ), os.environ)
-    # If the flags come from a SLURM step, the tasks of a node share one launcher, so no advice is needed.
-    advice = "" if step is not None else slurm.several_launchers(os.environ)
+    task = outer_launcher.take_flags(args, outer_launcher.given_flags(whole, words, os.environ), os.environ)
+    # If the flags come from another launcher, the tasks of a node share one launcher, so no advice is needed.
+    advice = "" if task is not None else outer_launcher.several_launchers(os.environ)
     options = options_from(args, advice=advice)
     _note_lone_tasks(args, advice, os.environ)
     if options.detail == "verbose":
         log_for_debugging("pipette_launch", "pipette-launch: ")
-    if step is not None and step.num_tasks > 1:
-        if step.local_id:
-            sys.exit(slurm.await_agent(f"{step.name}/{step.node}"))
-        siblings.open(f"{step.name}/{step.node}", step.num_tasks - 1)
+    if task is not None and task.num_tasks > 1:
+        if task.local_id:
+            sys.exit(outer_launcher.await_agent(f"{task.name}/{task.node}"))
+        siblings.open(f"{task.name}/{task.node}", task.num_tasks - 1)
     launch(args, options, advice=advice)
 
 

@@ -31,7 +31,7 @@ def described(record: NodeRecord, address: str, device: Literal["auto", "cuda", 
     try:
         record = replace(record, versions=inventory.versions())
         host = inventory.host(
-            name=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+            name=os.environ.get("PIPETTE_NODE") or os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             address=address,
             num_devices=record.num_slots,
             device=device,

@@ -1,4 +1,4 @@
-"""The step in SLURM's variables, with the values that SLURM 22.05 sets."""
+"""The variables of SLURM 22.05, Open MPI 4.1, torch and Kubernetes, with the values that they set."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ import pytest
 
 from pipette_launch.cli import launcher
 from pipette_launch.errors import ClusterError, UsageError
-from pipette_launch.launch import slurm
-from pipette_launch.launch.slurm import current_step, given_flags, parse, several_launchers, take_flags, tasks_on
+from pipette_launch.launch import outer_launcher
+from pipette_launch.launch.outer_launcher import (
+    current_step,
+    given_flags,
+    parse,
+    several_launchers,
+    take_flags,
+    tasks_on,
+)
 
 # Of the second task on the second node of `srun -N2 --ntasks-per-node=2 --gpus-per-node=2` in a job of four nodes.
 VARIABLES = {
@@ -140,6 +147,8 @@ def test_several_launchers_of_a_node_are_known(environ: dict[str, str], count: i
 if TYPE_CHECKING:
     from argparse import Namespace
 
+    from pipette_launch.launch.outer_launcher import SlurmStep, StartedProcess
+
 STEP = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "0",
@@ -226,15 +235,76 @@ def test_a_port_in_use_is_an_error_with_the_flags_to_give(monkeypatch: pytest.Mo
         filled(monkeypatch)
 
 
+MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+MPI |= {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
+RAY = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
+
+
+def taken(environ: dict[str, str], *flags: str) -> tuple[Namespace, SlurmStep | StartedProcess | None]:
+    """Return the flags of a job in an environment, and the task of the other launcher."""
+    words = [*flags, "train.py"]
+    args = launcher.parser().parse_args(words)
+    return args, take_flags(args, given_flags(launcher.parser(), words, environ), environ)
+
+
+@pytest.mark.parametrize("environ", [MPI, RAY, STEP | MPI], ids=["mpirun", "torch", "mpirun in a SLURM step"])
+def test_processes_of_another_launcher_meet_at_its_address(environ: dict[str, str]) -> None:
+    """Two processes on each of two nodes become two launchers with two workers each, at MASTER_ADDR."""
+    args, task = taken(environ)
+
+    assert ("2", "2", "c10d", "localhost:29500", "localhost:29500") == values(args)
+    assert task is not None
+    assert (1, 2, "localhost:29500") == (task.local_id, task.num_tasks, task.name)
+
+
+def test_a_store_of_torchrun_is_used_and_not_opened() -> None:
+    """Inside torchrun or ft_launcher a store listens at MASTER_PORT already."""
+    args, _ = taken(RAY | {"MASTER_PORT": "4711", "TORCHELASTIC_USE_AGENT_STORE": "True"})
+
+    assert ("localhost:4711", "is_host=false") == (args.rdzv_endpoint, args.rdzv_conf)
+
+
+def test_one_node_and_given_flags_take_no_address() -> None:
+    """One node keeps torchrun's rendezvous; flags of the user count more than variables."""
+    one, _ = taken(MPI | {"OMPI_COMM_WORLD_SIZE": "2"})
+    given, task = taken(MPI, "--nnodes=3", "--rdzv-backend=c10d", "--rdzv-endpoint=a:1")
+
+    assert ("1:1", "2", "static", "", "none") == values(one)
+    assert (("3", "1", "c10d", "a:1", "none"), None) == (values(given), task)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"MASTER_ADDR": ""}, r"2 nodes, and MASTER_ADDR does not name .*mpirun -x MASTER_ADDR=HOST"),
+        ({"OMPI_COMM_WORLD_SIZE": "5"}, "5 processes, and 2 of them on this node; start the same number"),
+    ],
+)
+def test_nodes_that_cannot_meet_are_an_error(changes: dict[str, str], message: str) -> None:
+    """Without an address, or with different numbers of processes, the error says how to start the job."""
+    with pytest.raises(UsageError, match=message):
+        taken(MPI | changes)
+
+
+def test_a_pod_of_an_indexed_job_knows_its_node_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """The index of the pod is the node rank beside --master-addr, unless the user gives another."""
+    index = {"JOB_COMPLETION_INDEX": "2"}
+    flags = ("--nnodes=3", "--master-addr=a")
+
+    assert (2, 1) == (taken(index, *flags)[0].node_rank, taken(index, *flags, "--node-rank=1")[0].node_rank)
+    assert "pipette-launch: taken from JOB_COMPLETION_INDEX: --node-rank=2\n" == capsys.readouterr().err
+    assert 0 == taken(index)[0].node_rank
+
+
 OTHER = """
 import os, sys
-from pipette_launch.launch.slurm import await_agent
+from pipette_launch.launch.outer_launcher import await_agent
 os.sched_setaffinity(0, {int(sys.argv[2])})
 sys.exit(await_agent(sys.argv[1]))
 """
 AGENT = """
 import os, sys, time
-from pipette_launch.launch.slurm import Siblings
+from pipette_launch.launch.outer_launcher import Siblings
 cores = os.sched_getaffinity(0)
 os.sched_setaffinity(0, {min(cores)})
 siblings = Siblings()
@@ -270,10 +340,10 @@ def test_the_others_exit_with_the_agents_code(end: str, expected: int) -> None:
 def test_a_task_without_an_agent_gives_up() -> None:
     """If task 0 never starts, the other tasks report it and another way to start."""
     times_s = iter([0.0, 1.0, 301.0])
-    before = {number: signal.getsignal(number) for number in slurm.NOT_OUR_END}
+    before = {number: signal.getsignal(number) for number in outer_launcher.NOT_OUR_END}
     try:
         with pytest.raises(ClusterError, match="task 0 of this node did not start in 300 s"):
-            slurm.await_agent(uuid.uuid4().hex, clock=lambda: next(times_s))
+            outer_launcher.await_agent(uuid.uuid4().hex, clock=lambda: next(times_s))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

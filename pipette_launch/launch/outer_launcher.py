@@ -1,9 +1,9 @@
-"""SLURM: torchrun's flags from the variables of a step, and the tasks of one node.
+"""Launchers that started this one: torchrun's flags from the variables of SLURM, mpirun or torch, and a node's tasks.
 
 With one task per GPU, the first task of a node is the node's agent. The other tasks wait for the agent's end and exit
 with the agent's code. The tasks of a node meet at a socket with an abstract Linux name, which leaves no file behind and
-closes with the agent's process. Each task sends its cores to the agent, because SLURM may have bound every task to a
-different set of cores.
+closes with the agent's process. Each task sends its cores to the agent, because a launcher may have bound every task to
+a different set of cores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import threading
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 from pipette_launch.agent.rendezvous import RendezvousSettings
@@ -29,12 +29,26 @@ from pipette_launch.agent.signals import scontrol
 from pipette_launch.errors import ClusterError, UsageError
 
 PORTS_FROM, NUM_PORTS = 20000, 10000
+MASTER_PORT = 29500
 STEP_STRIDE = 1009
 """Distance between the ports of two steps of a job, so that two jobs with successive ids do not share a port."""
 LARGEST_STEP = 0xFFFFFFF0
 """Least step id that does not belong to srun, but to a batch script or a shell of salloc."""
 PART = r"[^\[\],]+|\[[0-9,-]+\]"
 """Pattern of one part of a name in SLURM's list of nodes: text, or numbers in brackets."""
+SIZES = {
+    "Open MPI": (
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+    ),
+    "torch": ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"),
+}
+"""Variables of a launcher that starts each process: processes of the job and of the node, index in the job and the
+node. Ray Train and all descendants of torchrun set torch's variables."""
+COMPLETION_INDEX = "JOB_COMPLETION_INDEX"
+"""Variable of Kubernetes with the index of a pod in an indexed job."""
 RENDEZVOUS = (
     *("nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone"),
     *("node_rank", "master_addr", "master_port"),
@@ -80,6 +94,16 @@ class SlurmStep:
     def is_first(self) -> bool:
         """True if the nodes meet at this node."""
         return self.node == self.hosts[0]
+
+    @property
+    def speaks(self) -> bool:
+        """True for the first task of the first node, which prints lines for all."""
+        return self.is_first and self.local_id == 0
+
+    @property
+    def launcher(self) -> str:
+        """Name of the step for people."""
+        return f"SLURM step {self.job}.{self.step}"
 
     @property
     def port(self) -> int:
@@ -167,6 +191,83 @@ def several_launchers(environ: Mapping[str, str]) -> str:
     )
 
 
+# -- processes of mpirun, Ray Train or a descendant of torchrun --------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartedProcess:
+    """One of the processes that another launcher started, as described by the variables of `SIZES`."""
+
+    launcher: str
+    num_nodes: int
+    num_tasks: int
+    """Number of processes on this node."""
+    rank: int
+    local_id: int
+    address: str
+    """MASTER_ADDR, where the nodes meet."""
+    port: int
+    has_store: bool
+    """True if a store of the other launcher already listens at the port, as under torchrun."""
+    node: str = field(default_factory=socket.gethostname)
+
+    @property
+    def name(self) -> str:
+        """Name of the job, equal in all processes."""
+        return f"{self.address}:{self.port}"
+
+    @property
+    def speaks(self) -> bool:
+        """True for one process of the job, which prints lines for all."""
+        return self.rank == 0
+
+    def processes(self) -> int | None:
+        """Return the number of workers: one per process. None for a lone process keeps torchrun's default."""
+        return self.num_tasks if self.num_tasks > 1 else None
+
+    def flags(self, _address_of: Callable[[str], str]) -> dict[str, str]:
+        """Return torchrun's flags for the nodes of the job; empty on one node."""
+        if self.num_nodes == 1:
+            return {}
+        if not self.address:
+            raise UsageError(
+                f"{self.launcher} started processes on {self.num_nodes} nodes, and MASTER_ADDR does not name the first "
+                "host; give it to all processes (mpirun -x MASTER_ADDR=HOST)"
+            )
+        flags = {
+            "nnodes": str(self.num_nodes),
+            "rdzv_backend": "c10d",
+            "rdzv_endpoint": self.name,
+            "rdzv_id": self.name,
+        }
+        return flags | ({"rdzv_conf": "is_host=false"} if self.has_store else {})
+
+
+def started_process(environ: Mapping[str, str]) -> StartedProcess | None:
+    """Return the description of this process by mpirun or by torch's variables; None without these variables."""
+    for launcher, names in SIZES.items():
+        found = [environ.get(name, "") for name in names]
+        if not all(text.isdigit() for text in found) or (launcher == "torch" and "MASTER_ADDR" not in environ):
+            continue
+        size, local_size, rank, local_id = map(int, found)
+        if not local_size or size % local_size:
+            raise UsageError(
+                f"{launcher} started {size} processes, and {local_size} of them on this node; start the same number on "
+                "each node"
+            )
+        return StartedProcess(
+            launcher=launcher,
+            num_nodes=size // local_size,
+            num_tasks=local_size,
+            rank=rank,
+            local_id=local_id,
+            address=environ.get("MASTER_ADDR", ""),
+            port=int(environ.get("MASTER_PORT", MASTER_PORT)),
+            has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+    return None
+
+
 # -- names of nodes -----------------------------------------------------------------------------------------------
 
 
@@ -220,22 +321,30 @@ def given_flags(parser: ArgumentParser, words: Sequence[str], environ: Mapping[s
     return {name for name in names if getattr(read, name) is not unset or f"PET_{name.upper()}" in environ}
 
 
-def take_flags(args: Namespace, given: Collection[str], environ: Mapping[str, str]) -> SlurmStep | None:
-    """Set the missing flags in `args` from the step, print these flags on the first node, and return the step.
+def take_flags(
+    args: Namespace, given: Collection[str], environ: Mapping[str, str]
+) -> SlurmStep | StartedProcess | None:
+    """Set the missing flags in `args` from another launcher, print them once, and return the other launcher's task.
 
-    Returns None if no flags were set, because there is no step or the user gave flags that set where nodes meet.
+    Returns None if there is no other launcher, or the user gave flags that set where nodes meet.
     """
-    step = None if set(given) & set(RENDEZVOUS) else current_step(environ, expand)
-    if step is None:
+    index = environ.get(COMPLETION_INDEX, "")
+    if index.isdigit() and "master_addr" in given and "node_rank" not in given:
+        sys.stderr.write(f"pipette-launch: taken from {COMPLETION_INDEX}: --node-rank={index}\n")
+        args.node_rank = int(index)
+    task: SlurmStep | StartedProcess | None = None
+    if not set(given) & set(RENDEZVOUS):
+        # mpirun and Ray may run inside a step of SLURM.
+        task = started_process(environ) or current_step(environ, expand)
+    if task is None:
         return None
-    flags = step.flags(_reachable)
-    processes = step.processes()
+    flags = task.flags(_reachable)
+    processes = task.processes()
     if processes is not None:
         flags["nproc_per_node"] = str(processes)
-    speaks = step.is_first and step.local_id == 0
     if "rdzv_endpoint" in flags:
-        if speaks:
-            _check_port(step)
+        if task.speaks and isinstance(task, SlurmStep):
+            _check_port(task)
         meets = RendezvousSettings(endpoint=flags["rdzv_endpoint"], node_rank=-1, may_host_store=False)
         address = meets.own_address()
         # A host name or a loopback address means that the address towards the endpoint is unknown.
@@ -243,10 +352,10 @@ def take_flags(args: Namespace, given: Collection[str], environ: Mapping[str, st
             flags["local_addr"] = address
     taken = {name: value for name, value in flags.items() if name not in given}
     vars(args).update(taken)
-    if taken and speaks:
+    if taken and task.speaks:
         words = " ".join(f"--{name.replace('_', '-')}={value}" for name, value in taken.items())
-        sys.stderr.write(f"pipette-launch: taken from SLURM step {step.job}.{step.step}: {words}\n")
-    return step
+        sys.stderr.write(f"pipette-launch: taken from {task.launcher}: {words}\n")
+    return task
 
 
 def _check_port(step: SlurmStep) -> None:

@@ -60,6 +60,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     "plan": plan.PLAN,
     "compare": plan.COMPARE,
     "report": show.REPORT,
+    "order": show.ORDER,
     "explain": show.EXPLAIN,
     "devices": show.DEVICES,
     "doctor": jobs.DOCTOR,

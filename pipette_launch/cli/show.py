@@ -1,4 +1,4 @@
-"""`pipette report`, `pipette explain` and `pipette devices`, which explain plan files, screens and device names."""
+"""`pipette report`, `order`, `explain` and `devices`, which show plan files, words and devices."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipette_launch.cli.flags import Subcommand, writing
-from pipette_launch.errors import UsageError
+from pipette_launch.errors import PipetteError, UsageError
 from pipette_launch.text import bytes_text, count_text, did_you_mean, flops_text, printable, rate_text, seconds_text
+
+TARGETS = ("ft_launcher", "mpirun", "slurm", "ray", "kubernetes")
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,6 +80,52 @@ REPORT = Subcommand(
     add_arguments=_add_report_arguments,
     run=_report,
     examples=("pipette report a.plan.json", "pipette report --json cluster.json"),
+)
+
+
+def _add_order_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("file", metavar="PLAN", type=Path, help="a plan of `pipette plan --out` or of a warm-up")
+    add("--for", dest="target", choices=TARGETS, required=True, help="launcher that shall train the plan")
+    add("--out", metavar="DIR", type=Path, help="write the launcher's files to this folder instead of printing them")
+    text = "measurements that price a changed order (default: cluster.json beside the plan)"
+    add("--cluster", metavar="FILE", type=Path, help=text)
+
+
+def _order(args: Namespace) -> int:
+    from pipette_launch import megatron
+    from pipette_launch.facts import Plan, files
+    from pipette_launch.launch.plan_reports import job_of, measurements_of
+    from pipette_launch.planning.picture import steps_elsewhere_s
+    from pipette_launch.report.order import by_host, order_files, order_screen
+
+    plan = files.read(args.file, Plan)
+    measured = measurements_of(plan, args.file, args.cluster)
+    job = job_of(plan, measured)
+    layout, name = plan.chosen.layout, plan.setting.device_name if plan.setting else ""
+    needed = megatron.environment(job, layout, device_kind=plan.device_kind, device_name=name)
+    found = order_files(plan, args.target, needed)
+    steps_s, unpriced = None, "no cluster.json with the plan's hosts is beside the plan; name one with --cluster"
+    if measured is not None:
+        try:
+            steps_s = steps_elsewhere_s(plan, job, measured, [plan.chosen.placement, by_host(plan)])
+        except PipetteError as error:
+            unpriced = str(error)
+    if args.out is not None:
+        with writing("--out", args.out):
+            args.out.mkdir(parents=True, exist_ok=True)
+            for file, body in found.items():
+                files.write_text(args.out / file, body, shared=True)
+    folder = "" if args.out is None else str(args.out)
+    sys.stdout.write(order_screen(plan, args.target, found, steps_s=steps_s, unpriced=unpriced, folder=folder))
+    return 0
+
+
+ORDER = Subcommand(
+    summary="Print files and a command with which another launcher trains a plan.",
+    add_arguments=_add_order_arguments,
+    run=_order,
+    examples=("pipette order a.plan.json --for slurm", "pipette order a.plan.json --for mpirun --out order"),
 )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipette_launch import megatron
 from pipette_launch.errors import ClusterError, FileFormatError, MegatronError, PipetteError, PlanError
-from pipette_launch.facts import Measurements, Plan, files
+from pipette_launch.facts import Job, Measurements, Plan, files
 from pipette_launch.facts.outcome import Outcome, ProfiledRank
 from pipette_launch.launch.cache import CLUSTER, OUTCOME, PLAN
 
@@ -82,6 +82,20 @@ class PlanDocuments:
     """Sentence about the parts that the report lacks; empty if the report is complete."""
 
 
+def measurements_of(plan: Plan, path: Path, cluster: Path | None) -> Measurements | None:
+    """Read the measurements in `cluster`, or else in `cluster.json` beside a plan's file; None without a file.
+
+    Raises ClusterError if `cluster` holds measurements of other hosts.
+    """
+    measured_at = cluster or path.with_name(CLUSTER)
+    measured = files.read(measured_at, Measurements) if cluster or measured_at.exists() else None
+    if measured is not None and tuple(host.name for host in measured.cluster.hosts) != plan.hosts:
+        if cluster:
+            raise ClusterError(f"--cluster {cluster}: its hosts are not those of {path}, in the same order")
+        return None
+    return measured
+
+
 def found_files(path: Path, cluster: Path | None) -> PlanDocuments:
     """Read a plan file, and `cluster.json` and `outcome.json` beside it; raises FileFormatError for an unusable file.
 
@@ -89,12 +103,7 @@ def found_files(path: Path, cluster: Path | None) -> PlanDocuments:
     ClusterError if `cluster` holds measurements of other hosts.
     """
     plan = files.read(path, Plan)
-    measured_at = cluster or path.with_name(CLUSTER)
-    measured = files.read(measured_at, Measurements) if cluster or measured_at.exists() else None
-    if measured is not None and tuple(host.name for host in measured.cluster.hosts) != plan.hosts:
-        if cluster:
-            raise ClusterError(f"--cluster {cluster}: its hosts are not those of {path}, in the same order")
-        measured = None
+    measured = measurements_of(plan, path, cluster)
     picture = None
     missing = "no cluster.json with its hosts lies beside the plan, so links, timeline and kinds of memory are left out"
     if measured is not None:
@@ -129,15 +138,13 @@ def trace_of(found: PlanDocuments, profile: Path | None = None) -> str:
     return trace_text(found.plan, found.measurements, found.picture, found.outcome, profiled)
 
 
-def _picture(plan: Plan, measured: Measurements) -> Picture:
-    """Read the job again from the flags in the plan file, and compute the drawn steps of the plan."""
-    from pipette_launch.planning.picture import picture_of
-
+def job_of(plan: Plan, measured: Measurements | None) -> Job:
+    """Read the job of a plan again, from the flags in the plan file and the versions in its measurements."""
     setting = plan.setting
     if setting is None:
         raise PipetteError("the plan's file does not name the job's flags")
-    version = measured.versions.get("megatron-core")
-    job = megatron.read_job(
+    version = (measured.versions if measured else plan.provenance.versions).get("megatron-core")
+    return megatron.read_job(
         setting.arguments,
         world_size=plan.chosen.layout.world_size,
         megatron_version=version or megatron.version_or_newest(None, setting.script, os.environ)[0],
@@ -148,7 +155,13 @@ def _picture(plan: Plan, measured: Measurements) -> Picture:
         environment=os.environ,
         device_name=setting.device_name,
     )
-    return picture_of(plan, job, measured)
+
+
+def _picture(plan: Plan, measured: Measurements) -> Picture:
+    """Compute the drawn steps of the plan."""
+    from pipette_launch.planning.picture import picture_of
+
+    return picture_of(plan, job_of(plan, measured), measured)
 
 
 # -- traces of torch's profiler -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -72,6 +73,20 @@ def picture_of(plan: Plan, job: Job, measurements: Measurements) -> Picture:
         own=_drawn(predictor, plan.own) if draws_own else None,
         memory_bytes=_memory(job, plan.chosen, measurements),
     )
+
+
+def steps_elsewhere_s(
+    plan: Plan, job: Job, measurements: Measurements, placements: Sequence[Sequence[int]]
+) -> tuple[float, ...]:
+    """Predict the plan's step (s) with each of some placements and Megatron's own schedule, for another launcher.
+
+    The measurements must list the hosts in the plan's order. Raises PlanError if the layout has no price.
+    """
+    predictor, chosen = Predictor(job, measurements), plan.chosen
+    schedule = chosen.order.schedule() if chosen.order else None
+    # The plan's step time includes corrections from earlier jobs.
+    factor = chosen.step_time_s / predictor.step_time(chosen.layout, chosen.placement, schedule).total_s
+    return tuple(factor * predictor.step_time(chosen.layout, one).total_s for one in placements)
 
 
 def _drawn(predictor: Predictor, choice: Choice) -> DrawnStep:

@@ -110,7 +110,7 @@ def test_the_same_things_have_the_same_names() -> None:
         flags = {flag for action in one._actions for flag in action.option_strings}
         for ours, spellings in SAME_EVERYWHERE.items():
             assert not flags & spellings or spellings <= flags, (name, ours)
-        assert name in ("probe", "completion") or "--json" in flags
+        assert name in ("probe", "order", "completion") or "--json" in flags
 
 
 @pytest.mark.parametrize(

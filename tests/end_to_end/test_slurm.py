@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.netlab import system
-from pipette_launch.launch import slurm
+from pipette_launch.launch import outer_launcher
 from tests.end_to_end.jobs import MODEL, ROOT, WITHOUT_WARMUP, environment
+from tests.end_to_end.test_orders import MEET, PLACES, places, written
 from tests.labs import needs_slurm
 
 if TYPE_CHECKING:
@@ -133,7 +135,7 @@ def jobs(lab: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[
         made[name].await_files("up-0-*", 4)
     shorten(made["requeue"])
     shorten(made["time_limit"])
-    lost = slurm.parse(made["spare_node"].field("NodeList"))[-1]
+    lost = outer_launcher.parse(made["spare_node"].field("NodeList"))[-1]
     system.kill_all([f"psl{lab['SLURM_LAB']}-{lost}"])
     (made["spare_node"].folder / "gone").touch()
     return made
@@ -150,7 +152,7 @@ def test_one_task_per_node(jobs: dict[str, Job]) -> None:
     job = jobs["one_task_per_node"]
 
     assert ("COMPLETED", "0:0") == job.end(), job.output
-    nodes = slurm.parse(job.field("NodeList"))
+    nodes = outer_launcher.parse(job.field("NodeList"))
     assert {("0", "6", node): 2 for node in nodes} == job.seen()
     assert (
         f"taken from SLURM step {job.number}.0: --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint={nodes[0]}:"
@@ -165,7 +167,7 @@ def test_one_task_per_gpu(jobs: dict[str, Job]) -> None:
     job = jobs["one_task_per_gpu"]
 
     assert ("COMPLETED", "0:0") == job.end(), job.output
-    assert {("0", "4", node): 2 for node in slurm.parse(job.field("NodeList"))} == job.seen()
+    assert {("0", "4", node): 2 for node in outer_launcher.parse(job.field("NodeList"))} == job.seen()
     assert 1 == job.output.count("taken from SLURM")
 
 
@@ -196,13 +198,24 @@ def test_a_job_goes_on_without_a_lost_node(jobs: dict[str, Job]) -> None:
     job = jobs["spare_node"]
 
     assert ("COMPLETED", "0:0") == job.end(), job.output
-    left = slurm.parse(job.field("NodeList"))
+    left = outer_launcher.parse(job.field("NodeList"))
     before = {node for _, size, node in job.seen() if size == "4"}
     assert (4, 3) == (len(before), len(before.intersection(left)))
     assert {("0", "4", node): 1 for node in before} | {("0", "3", node): 1 for node in left} == job.seen()
 
 
+def test_srun_trains_in_the_order_of_a_plan(lab: dict[str, str], tmp_path: Path) -> None:
+    """The printed command places each rank of `test_orders`, and srun's own rank is RANK."""
+    variables = {"SLURM_HOSTFILE": str(written(tmp_path, "slurm") / "hosts.txt"), "SLURMD_NODENAME": ""}
+    command = f"srun --distribution=arbitrary --nodes=2 --ntasks=4 --chdir={tmp_path} sh rank.sh sh -c"
+    job = '[ $RANK = $SLURM_PROCID ] && exec "$@"'
+    words = [*command.split(), job, "sh", sys.executable, str(MEET)]
+    done = subprocess.run(words, env=lab | variables, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+    assert PLACES == places(done.stdout + done.stderr)
+
+
 @pytest.mark.parametrize("words", ["n1", "a[1-3,07],b", "n[08-11],m1", "r[1-2]n[01-03],z[001]", "n[0-2,5,9-10]"])
 def test_lists_of_nodes_are_read_as_scontrol_reads_them(lab: dict[str, str], words: str) -> None:
     """Where there is no scontrol, as in many containers, our own reading gives the same names."""
-    assert tuple(slurm_words(lab, "scontrol", "show", "hostnames", words).split()) == slurm.parse(words)
+    assert tuple(slurm_words(lab, "scontrol", "show", "hostnames", words).split()) == outer_launcher.parse(words)

@@ -9,7 +9,7 @@ from facts_for_tests import tiny_job, tiny_measurements
 from pages import drawn
 from search.worlds import pipeline_job, planned, two_racks
 
-from pipette_launch.planning.picture import DrawnStep, picture_of
+from pipette_launch.planning.picture import DrawnStep, picture_of, steps_elsewhere_s
 
 
 def test_the_drawn_step_is_as_long_as_the_plans() -> None:
@@ -77,3 +77,14 @@ def test_figures_of_a_step() -> None:
 
     assert 3.5 == step.makespan_s
     assert 4.0 == step.total_s
+
+
+def test_an_order_elsewhere_is_priced_beside_the_plan() -> None:
+    """The plan's own order takes the plan's step time, with corrections, and torchrun's order takes the user's."""
+    found = drawn()
+    plan = replace(found.plan, chosen=replace(found.plan.chosen, step_time_s=2 * found.plan.chosen.step_time_s))
+    orders = [plan.chosen.placement, range(4)]
+    first_s, torchruns_s = steps_elsewhere_s(plan, found.job, found.measurements, orders)
+
+    assert first_s == pytest.approx(plan.chosen.step_time_s)
+    assert torchruns_s > first_s

@@ -30,19 +30,18 @@ from torch.distributed.launcher import api as launcher
 from pipette_launch.agent import rendezvous, rendezvous_handler, signals, workers
 from pipette_launch.agent.controller import Controller, WorkerCommand
 from pipette_launch.agent.membership import LEFT_OUT, Membership, Rejoin
-from pipette_launch.agent.phases import NEWS_S, Attempt, FirstIteration, PhaseBeforeTraining
-from pipette_launch.agent.store import PEER_WAIT_S, RoundOver, RoundStore, await_all, say_goodbye
+from pipette_launch.agent.phases import Attempt, FirstIteration, PhaseBeforeTraining
+from pipette_launch.agent.store import RoundOver, RoundStore, await_all, say_goodbye
 from pipette_launch.agent.streams import NoLogs, Streams, WatchedLogs
 from pipette_launch.agent.trial import TrialRun
 from pipette_launch.agent.warmup import SETTLE_S, Warmup
+from pipette_launch.defaults import NEWS_S, PEER_WAIT_S, SIGNALLED_S
 from pipette_launch.errors import ClusterError, PipetteError, UsageError
 from pipette_launch.facts.co_location import DeviceBinding, bindings
 from pipette_launch.facts.messages import Decision, Failure
 
 logger = logging.getLogger(__name__)
 
-SIGNALLED_S = 5.0
-"""Longest wait (s) for a console that accepts no output, after a signal has ended the agent."""
 MONITOR = "FT_RANK_MONITOR_IPC_SOCKET"
 """Socket of the process by which NVIDIA's ft_launcher watches one worker."""
 

@@ -11,15 +11,12 @@ from typing import TypeAlias
 from torch.distributed import Store, TCPStore
 
 from pipette_launch.agent.peers import GONE, SILENT, PeerWatch, ReachSweep, answers, connected, why_unreachable
-from pipette_launch.agent.store import BROKEN, PEER_WAIT_S, AgentStore, RoundStore, StoreGone, growing_pauses
-from pipette_launch.defaults import HOST_SILENCE_S
+from pipette_launch.agent.store import BROKEN, AgentStore, RoundStore, StoreGone, growing_pauses
+from pipette_launch.defaults import HOST_SILENCE_S, PEER_WAIT_S, PROBE_S, PROOF_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 from pipette_launch.facts.messages import Arrival, Decision, Member, Members, NodeRecord, best_left_out
 
-PROBE_S = 0.5
-PROOF_S = 1.5
-"""Seconds that an agent gets to answer, if other agents believe that the agent is lost."""
 REJOIN = "rejoin"
 """Answer that sends all agents through torch's rendezvous again, because another node waits in torch's rendezvous."""
 LEFT_OUT = "left out"

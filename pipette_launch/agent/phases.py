@@ -22,10 +22,6 @@ from pipette_launch.agent.streams import Streams
 from pipette_launch.facts.co_location import DeviceBinding
 from pipette_launch.facts.messages import AttemptEnd, Decision, Failure
 
-NEWS_S = 1.0
-"""Seconds that a node with a dead worker waits to learn whether another node saw an iteration. The agent of the last
-rank looks for an iteration once per monitoring interval."""
-
 
 class PhaseBeforeTraining(ABC):
     """A warm-up or a trial, as one agent runs it on its node."""

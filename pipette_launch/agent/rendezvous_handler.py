@@ -25,15 +25,11 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from pipette_launch.agent.peers import answers
 from pipette_launch.agent.rendezvous import ADDRESS, Endpoint, RendezvousSettings
 from pipette_launch.agent.store import StoreGone, call_torch, growing_pauses, within
-from pipette_launch.defaults import HOST_SILENCE_S
+from pipette_launch.defaults import ANSWER_S, CONNECT_S, HOST_GONE_S, HOST_SILENCE_S, NAME_S, PLACES_S, STORE_ANSWER_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts.messages import Member
 from pipette_launch.text import listed, printable
 
-NAME_S = 5.0
-"""Seconds for a name service to answer."""
-CONNECT_S = 3.0
-"""Seconds for one attempt to connect to the store of the rendezvous."""
 SAY_AFTER_S = 10.0
 """Seconds until a node prints that it waits for the host of the rendezvous."""
 FOREIGN_S = 30.0
@@ -51,13 +47,6 @@ LINE_GROWTH = 4
 MOST_SPEAKERS = 8
 """Largest number of nodes that all print the missing nodes. In larger jobs only the host of the rendezvous prints."""
 MOST_NAMES = 8
-STORE_ANSWER_S = 2.0
-ANSWER_S = 1.0
-"""Longest wait (s) for a call of torch's rendezvous. If the rendezvous host is silent, the call never returns."""
-PLACES_S = 90.0
-"""Longest time (s) for nodes to get their ranks. torch's own limit of a minute works only if the store answers."""
-HOST_GONE_S = 60.0
-"""Seconds without an answer after which the host of the rendezvous counts as gone, as in torch's own connects."""
 LOOK_S = 10.0
 """Seconds between two checks that the host of the rendezvous answers."""
 GLANCE_S = 1.0

@@ -18,6 +18,8 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from pipette_launch.defaults import SCONTROL_S
+
 STORE_THREAD = "pipette-store"
 """Prefix of the names of threads that call torch's stores. A call of a store may wait for a host that never answers."""
 
@@ -45,17 +47,13 @@ def end_at_once() -> None:
     os._exit(code)
 
 
-LIMIT_S = 5.0
-"""Time limit (s) of scontrol. Without SLURM's configuration, as in a container, scontrol would retry for a minute."""
-
-
 def scontrol(*words: str) -> str:
     """Return the output of `scontrol`; raises OSError or subprocess.SubprocessError if scontrol is missing or fails."""
     done = subprocess.run(
         ["scontrol", *words],  # noqa: S607 - clusters install it in different folders
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=SCONTROL_S,
         check=True,
     )
     return done.stdout

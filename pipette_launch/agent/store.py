@@ -15,7 +15,7 @@ from typing import TypeVar
 from torch.distributed import Store
 
 from pipette_launch.agent.signals import STORE_THREAD
-from pipette_launch.defaults import HOST_SILENCE_S
+from pipette_launch.defaults import GOODBYE_S, HOST_SILENCE_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 from pipette_launch.facts.messages import Decision
@@ -25,10 +25,6 @@ FIRST_POLL_S, LAST_POLL_S = 0.02, 0.2
 MOST_BYTES = 4 << 20
 """Most bytes of one piece of a long text, because TCPStore accepts at most 8 MiB in one value."""
 BROKEN = "the connection to its store broke"
-PEER_WAIT_S = 120.0
-"""Longest wait (s) for a message of another agent, which may need half a minute to end its workers."""
-GOODBYE_S = 10.0
-"""Longest time (s) that the agent with the store waits until all other agents have left."""
 
 Answer = TypeVar("Answer")
 Report = TypeVar("Report", bound=files.Document)

@@ -25,33 +25,27 @@ from pipette_launch.agent.controller import Controller
 from pipette_launch.agent.phases import PhaseBeforeTraining
 from pipette_launch.agent.store import RoundOver, RoundStore, reports
 from pipette_launch.agent.streams import QuietLogs, Streams, WatchedLogs
+from pipette_launch.defaults import FIRST_ITERATION_S, HUNG_S, NEXT_S, START_S, TRIAL_REPORT_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 from pipette_launch.facts.co_location import DeviceBinding
 from pipette_launch.facts.messages import Decision, Failure, TrialReport
-from pipette_launch.probe.messages import START_S, wait_s
+from pipette_launch.probe.messages import wait_s
 
-REPORT_S = 75.0
-"""Seconds that an agent gets after a trial to end its workers and to wait until its devices are free."""
-NEXT_S = REPORT_S + 45.0
-"""Seconds that an agent waits for the decision after a trial."""
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
-FIRST_ITERATION_S = 600.0
-"""Longest wait (s) for the first iteration, which follows imports, data loading, a checkpoint and compilation."""
-HUNG_S = 120.0
-"""Longest wait (s) between two iterations; a validation may run between two iterations."""
 HUNG_STEPS = 20
 """If this number of steps is predicted to take longer than `HUNG_S`, the trial waits for the predicted time instead."""
 
 
 def patience_s(decision: Decision) -> tuple[float, float]:
     """Return how long to wait for the first iteration, and for each later iteration, before a trial counts as hung."""
+    num_ranks = sum(decision.num_slots)
     if decision.checks_order:
         # Imports and opening communicators take seconds, while the check of the device order itself takes milliseconds.
-        return wait_s(sum(decision.num_slots), START_S), 0.0
+        return wait_s(num_ranks, START_S.of(num_ranks)), 0.0
     runs = decision.choice or (decision.plan.own if decision.plan else None)
     steps_s = HUNG_STEPS * runs.step_time_s if runs else 0.0
-    return FIRST_ITERATION_S + steps_s, max(HUNG_S, steps_s)
+    return FIRST_ITERATION_S.of(num_ranks) + steps_s, max(HUNG_S, steps_s)
 
 
 class TrialRun(PhaseBeforeTraining):
@@ -178,7 +172,7 @@ class TrialRun(PhaseBeforeTraining):
     def _decide(self) -> None:
         """Collect the reports of all nodes, and publish the next decision."""
         store, decision, key = self._round_store, self._decision, self._decision.key
-        found, absent = reports(store, decision, TrialReport, prefix=f"{key}/report", patience_s=REPORT_S)
+        found, absent = reports(store, decision, TrialReport, prefix=f"{key}/report", patience_s=TRIAL_REPORT_S)
         following = ""
         if absent:
             store.put(f"{key}/absent", " ".join(absent))

@@ -26,7 +26,8 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Logs
 from pipette_launch.agent import workers
 from pipette_launch.agent.controller import Controller
 from pipette_launch.agent.phases import PhaseBeforeTraining
-from pipette_launch.agent.store import MOST_BYTES, PEER_WAIT_S, RoundOver, RoundStore, pack, reports, unpack
+from pipette_launch.agent.store import MOST_BYTES, RoundOver, RoundStore, pack, reports, unpack
+from pipette_launch.defaults import ALARM_REPORT_S, PEER_WAIT_S, VERDICT_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 from pipette_launch.facts.co_location import DeviceBinding
@@ -42,9 +43,6 @@ AWAY_S = 5.0
 """An agent that did not look at its workers for this time (s) was stopped itself, and cannot judge its workers."""
 SETTLE_S = 0.3
 """Seconds between an alarm and a look at the workers, because a dying worker closes its connections before it ends."""
-REPORT_S = 5.0
-"""Seconds that an agent gets to answer an alarm. Agents look for alarms several times a second."""
-VERDICT_S = REPORT_S + 5.0
 MOST_NAMED = 3
 STOPPED = ("stopped", "tracing-stop")
 STOPPED_S = 1.5
@@ -346,7 +344,7 @@ class Warmup(PhaseBeforeTraining):
         store.put(f"warmup-report/{token}", files.dumps(report))
         try:
             if token == decision.tokens[0]:
-                found, absent = reports(store, decision, NodeReport, prefix="warmup-report", patience_s=REPORT_S)
+                found, absent = reports(store, decision, NodeReport, prefix="warmup-report", patience_s=ALARM_REPORT_S)
                 store.put("warmup-absent", " ".join(absent))
                 store.put("warmup-failed", judge(found, absent, waited_s=waited_s))
             self.failure = store.take("warmup-failed", what="why the warm-up failed", deadline_s=VERDICT_S)

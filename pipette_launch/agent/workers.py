@@ -18,18 +18,15 @@ from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessCo
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from pipette_launch import megatron
+from pipette_launch.defaults import END_S, STOPPED_S
 from pipette_launch.facts.co_location import DeviceBinding
 from pipette_launch.facts.messages import Failure
 from pipette_launch.megatron.logs import OUT_OF_MEMORY
 
-END_S = 10.0
-"""Seconds that the kernel gets to end processes after SIGKILL."""
 OUTPUT_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable that torch sets in every worker, with a path inside the folder of the worker's output."""
 UNINTERRUPTIBLE = "disk-sleep"
 """psutil's name for a process that waits inside the kernel and takes no signal."""
-STOPPED_S = 30.0
-"""Seconds after which a stopped worker (SIGSTOP, SIGTSTP) is killed, because others wait for it in a collective."""
 LOOK_S = 1.0
 OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 MOST_CHARACTERS = 300

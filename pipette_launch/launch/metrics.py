@@ -19,6 +19,7 @@ from threading import Event, Lock, Thread
 from typing import Any, NamedTuple
 
 from pipette_launch import __version__
+from pipette_launch.defaults import FLUSH_S
 from pipette_launch.errors import FileFormatError, UsageError
 from pipette_launch.facts import Measurements, files
 from pipette_launch.facts.health import Verdict
@@ -44,8 +45,6 @@ OF_ATTEMPT = (*MEASURED, "warmup_phase", "warmup_done", "warmup_total", "warmup_
 EMPTY = LiveJob(read_s=0.0, written_s=0.0)
 ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-FLUSH_MS = 5000
-"""Longest time (ms) that the end of a job waits for the OpenTelemetry collector."""
 
 
 class MetricsFile:
@@ -292,7 +291,7 @@ class Spans:
         """End the last span, and send all remaining spans."""
         self._end_span()
         if self._provider is not None:
-            self._provider.force_flush(FLUSH_MS)
+            self._provider.force_flush(round(1000 * FLUSH_S))
 
     def _end_span(self) -> None:
         if self._span is not None:

@@ -17,6 +17,7 @@ from pipette_launch import megatron
 from pipette_launch.agent import elastic
 from pipette_launch.agent.controller import Controller, WorkerCommand
 from pipette_launch.agent.rendezvous import RendezvousSettings
+from pipette_launch.defaults import START_S
 from pipette_launch.facts import Choice, files
 from pipette_launch.facts.messages import AttemptEnd, Decision, Failure, NodeRecord, TrialReport
 from pipette_launch.facts.outcome import Outcome, PeakReading
@@ -31,7 +32,7 @@ from pipette_launch.launch.terminal import Terminal, parts_words
 from pipette_launch.launch.training import OutcomeTracker, Recovery, Slowdown, device_peaks, has_trained
 from pipette_launch.launch.trials import trial_progress
 from pipette_launch.probe.health import inventory
-from pipette_launch.probe.messages import START_S, LinksOrder, WarmupOrder, wait_s
+from pipette_launch.probe.messages import LinksOrder, WarmupOrder, wait_s
 from pipette_launch.report.plan import outcome_line
 
 logger = logging.getLogger(__name__)
@@ -187,7 +188,9 @@ class NodeController(Controller):
         if decision.phase == "warmup":
             self._measured_from_s, num_ranks = time.monotonic(), sum(decision.num_slots)
             # The limit exceeds the budget: workers may start late, and a phase may end after the budget.
-            self.warmup_deadline_s = wait_s(num_ranks, START_S) + wait_s(num_ranks, self._options.budget_s)
+            self.warmup_deadline_s = wait_s(num_ranks, START_S.of(num_ranks)) + wait_s(
+                num_ranks, self._options.budget_s
+            )
         plan = decision.plan
         if plan is None or decision.phase != "train":
             return

@@ -26,6 +26,7 @@ from itertools import product
 from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.agent.rendezvous_handler import holder
 from pipette_launch.agent.signals import scontrol
+from pipette_launch.defaults import LATE_S, MEET_S
 from pipette_launch.errors import ClusterError, UsageError
 
 PORTS_FROM, NUM_PORTS = 20000, 10000
@@ -54,10 +55,6 @@ RENDEZVOUS = (
     *("node_rank", "master_addr", "master_port"),
 )
 """Flags that set which nodes meet at which address. If the user gives one of these flags, the step sets no flags."""
-MEET_S = 300.0
-"""Longest wait of a task for the first task of its node, because imports from a busy file system take minutes."""
-LATE_S = 60.0
-"""Longest wait of an ended agent for tasks that have not connected yet."""
 POLL_S = 0.2
 CREDENTIALS = struct.Struct("3i")
 """Format of a socket peer's process, user and group, as the kernel reports these ids."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
-from pipette_launch.defaults import WARMUP_BUDGET_S
+from pipette_launch.defaults import SIGN_S, START_S, WARMUP_BUDGET_S, WORKER_WAIT_S
 from pipette_launch.errors import FactError, PipetteError
 from pipette_launch.facts import ComputeCase, ComputeTime, Device, Host, Job, LoadingTime, Samples, StageReading, files
 from pipette_launch.facts.cluster import HostsOfJob
@@ -22,11 +22,6 @@ from pipette_launch.facts.measurements import CollectiveKind, DeviceOverhead, Me
 from pipette_launch.facts.messages import Dimension
 from pipette_launch.probe.health.nvml import LoadReading
 
-LEAST_S = 60.0
-RANKS_PER_S = 20.0
-"""Number of ranks for which each wait grows by one second: a cold file system serves ranks one after the other."""
-START_S = 120.0
-"""Seconds for imports, compilation and the untimed first run of a worker, outside the budget."""
 FULL_HOSTS = 64
 """Up to this number of hosts, every pair of hosts is measured."""
 BLIND_ROUNDS = 8
@@ -37,13 +32,13 @@ MIN_SIZES = 3
 """A line (latency and bandwidth) needs at least this number of message sizes."""
 
 
-def wait_s(num_ranks: int, left_s: float = 0.0, *, least_s: float = LEAST_S) -> float:
+def wait_s(num_ranks: int, left_s: float = 0.0, *, least_s: float = WORKER_WAIT_S) -> float:
     """Return the longest wait for another worker, in seconds.
 
     In a small job a wait takes at most `least_s` after the end of the phase. The phase may still take `left_s` seconds;
     values below 0 count as 0.
     """
-    return least_s + num_ranks / RANKS_PER_S + max(left_s, 0.0)
+    return least_s + num_ranks / WORKER_WAIT_S.ranks_per_s + max(left_s, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,10 +62,10 @@ class LinksOrder(HostsOfJob):
     budget_s: float = WARMUP_BUDGET_S
     """Seconds after which no phase begins another case, counted from the time when all workers are ready. Each phase
     measures its minimum in any case."""
-    timeout_s: float = LEAST_S
+    timeout_s: float = WORKER_WAIT_S
     """Longest wait for another worker of a small job after the end of its phase, in seconds."""
     start_s: float = START_S
-    """Time that a worker may take to start, in seconds."""
+    """Time that a worker of a small job may take to start, in seconds."""
     repeats: int = 5
     """Number of timed messages or collectives of each size."""
     warmups: int = 1
@@ -86,6 +81,10 @@ class LinksOrder(HostsOfJob):
     def wait_s(self, left_s: float = 0.0) -> float:
         """Return the longest wait for another worker whose phase may still take `left_s` seconds."""
         return wait_s(self.num_slots, left_s, least_s=self.timeout_s)
+
+    def start_left_s(self, elapsed_s: float = 0.0) -> float:
+        """Return the seconds in which a worker may still start."""
+        return self.start_s + self.num_slots / START_S.ranks_per_s - elapsed_s
 
     def slot_name(self, slot: int) -> str:
         """Return host and device of a slot: `node17:3`."""
@@ -239,8 +238,6 @@ def joined(before: WorkerResult, after: WorkerResult) -> WorkerResult:
 
 START = "start"
 """Name of the phase before and between measurements: imports, rendezvous, gathering."""
-SIGN_S = 60.0
-"""Longest time between two progress messages, unless a phase has set another limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

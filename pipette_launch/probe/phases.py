@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from pipette_launch.defaults import ADVISER_START_S
 from pipette_launch.errors import FileFormatError, PipetteError, ProbeError
 from pipette_launch.facts import Cluster, ComputeCase, ComputeTime, Job, Links, LoadingTime, Measurements, files
 from pipette_launch.facts.health import Verdict
@@ -63,7 +64,6 @@ from pipette_patches.replacements import megatron_core_version
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-ADVISER_START_S = 30.0  # Seconds of the adviser to start, read and write, besides its search, on cores that may be busy
 QUESTION, ANSWER = "question.json", "advice.json"
 LINKS_LEAST, COLLECTIVES_LEAST = 0.25, 0.1
 """Smallest shares of the time budget that links and collectives get, even after a long compute phase."""

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         # Compute the local rank from RANK, because --virtual-local-rank sets LOCAL_RANK to 0 on every worker.
         local = place.rank % options.devices_per_host
         progress = Progress(
-            folder=Path(options.progress_dir), local_rank=local, limit_s=options.wait_s(options.start_s)
+            folder=Path(options.progress_dir), local_rank=local, limit_s=options.wait_s(options.start_left_s())
         )
         progress.announce(progress.phase)
         _work(options, place, progress, started_s)
@@ -169,7 +169,7 @@ def _met(options: LinksOrder, place: WorkerPlace, progress: Progress, started_s:
     from torch.distributed import PrefixStore
 
     def left_s() -> float:
-        return options.start_s - (time.perf_counter() - started_s)
+        return options.start_left_s(time.perf_counter() - started_s)
 
     lockstep = Lockstep(
         store=PrefixStore("pipette/warm-up", connect_store(place, timedelta(seconds=options.wait_s(left_s())))),

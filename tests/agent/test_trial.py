@@ -129,7 +129,7 @@ def test_a_script_that_ends_by_itself_ends_the_trial_when_all_have(monkeypatch: 
 
 def test_a_node_that_is_gone_ends_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """No agent answers there: nobody waits for it in training."""
-    monkeypatch.setattr(trial, "REPORT_S", 0.5)
+    monkeypatch.setattr(trial, "TRIAL_REPORT_S", 0.5)
     node = Node(0, HashStore(), 7, monkeypatch)
     node.process.wait()
 

@@ -351,7 +351,7 @@ def test_those_who_are_done_hear_of_a_failure(tmp_path: Path) -> None:
 
 def test_a_node_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No agent there answers: the others do not wait for it in training."""
-    monkeypatch.setattr(warmup, "REPORT_S", 1.0)
+    monkeypatch.setattr(warmup, "ALARM_REPORT_S", 1.0)
     with nodes(tmp_path, "closed alone", "waits", "well", "well") as made:
         watch(made[:1])
 

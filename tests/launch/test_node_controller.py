@@ -80,11 +80,11 @@ def test_a_restart_shows_nothing_anew(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_warm_up_of_many_ranks_may_start_late(tmp_path: Path) -> None:
-    """Two minutes for imports, the budget, and behind each a wait of a minute and a second for 20 of 4,096 ranks."""
+    """Imports (two minutes), budget, and a wait of a minute behind each. All but the budget grow by 256 s."""
     told = begun(tmp_path, budget_s=30.0)
     told.show(decision(None, phase="warmup", num_slots=(2048, 2048)), speaks=False)
 
-    assert pytest.approx(120 + 60 + 204.8 + 30 + 60 + 204.8) == told.warmup_deadline_s
+    assert pytest.approx(120 + 256 + 60 + 256 + 30 + 60 + 256) == told.warmup_deadline_s
 
 
 def test_only_one_node_speaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from probe.workers import REFERENCE, tiny_options
 
+from pipette_launch.defaults import START_S
 from pipette_launch.errors import FactError
 from pipette_launch.facts import files
 from pipette_launch.probe.messages import (
-    START_S,
     PhaseEnd,
     Progress,
     WarmupOrder,
@@ -28,10 +28,10 @@ from pipette_launch.probe.messages import (
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "left_s", "expected"), [(2, 0.0, 60.1), (2, -9.0, 60.1), (4096, 0.0, 264.8), (4096, 30.0, 294.8)]
+    ("num_ranks", "left_s", "expected"), [(2, 0.0, 60.125), (2, -9.0, 60.125), (4096, 0.0, 316.0), (4096, 30.0, 346.0)]
 )
 def test_a_wait_by_hand(num_ranks: int, left_s: float, expected: float) -> None:
-    """A minute, a second for every 20 ranks, and the rest of the phase."""
+    """A minute, a second for every 16 ranks, and the rest of the phase."""
     assert pytest.approx(expected) == wait_s(num_ranks, left_s)
 
 

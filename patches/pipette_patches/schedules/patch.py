@@ -27,6 +27,7 @@ import torch.distributed as dist
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from pipette_launch.defaults import PASS_S
 from pipette_launch.errors import FactError
 from pipette_launch.facts import files
 from pipette_launch.facts import schedule as orders
@@ -34,8 +35,6 @@ from pipette_launch.facts.schedule import FOLDING_RELEASE, RELEASES, VARIABLE, M
 from pipette_patches.replacements import Patch, PatchError, Replacement, in_module, megatron_core_version, wrapping
 from pipette_patches.schedules import executor, v_placement
 
-PATIENCE_S = 120.0
-"""Seconds after which a pass counts as stuck. A healthy pass is shorter; NCCL and gloo wait half an hour."""
 TOLERANCE = 1e-3
 """Largest relative difference of losses or gradient norms that count as equal: 10 times the effect of sum order."""
 
@@ -50,7 +49,7 @@ class Watchdog:
     """Prints the current pass of a rank if the pass takes too long, so that the user sees which rank waits."""
 
     rank: int
-    patience_s: float = PATIENCE_S
+    patience_s: float = PASS_S
     clock: Callable[[], float] = time.monotonic
     _doing: str = ""
     _since_s: float = 0.0

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipette_launch.cost.layers.parameters import sharding_of
+from pipette_launch.defaults import ABSTRACT_S
 from pipette_launch.errors import FileFormatError, PlanError
 from pipette_launch.facts.files import digest, from_plain, parse, read_bytes, to_plain, write_text
 from pipette_launch.facts.job import Job
@@ -25,9 +26,6 @@ WORKER = ("-m", "pipette_patches.abstract")
 REVISION = 8
 """Revision number of the worker's counting. Raise this revision number with every change of the counting, because
 cached answers of other revisions are not read."""
-LIMIT_S = 300.0
-"""Seconds in which the worker must answer a request. Most answers of the worker take seconds, but megatron-core's
-recompute of `mlp` never ends if the MLP has biases (0.16.1)."""
 _ERROR_LINES = 3
 
 
@@ -41,11 +39,11 @@ def ask_worker(request: str) -> str:
             text=True,
             encoding="utf-8",
             env=environment(),
-            timeout=LIMIT_S,
+            timeout=ABSTRACT_S,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise PlanError(f"abstract execution gave no answer within {LIMIT_S:g} s; use the closed form") from error
+        raise PlanError(f"abstract execution gave no answer within {ABSTRACT_S:g} s; use the closed form") from error
     except OSError as error:
         raise PlanError(f"cannot start {sys.executable} for abstract execution: {error.strerror}") from error
     if not worker.stdout:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import psutil
 
 import pipette_launch
+from pipette_launch.defaults import MEMORY_FREE_S
 from pipette_launch.errors import ClusterError, UsageError
 from pipette_launch.facts import Device, Host
 from pipette_launch.facts.health import NEARNESS, DeviceCondition, Holder, Nearness
@@ -34,7 +35,7 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CPU_INFO = Path("/proc/cpuinfo")
 SYSFS = Path("/sys")
 SECOND_LOOK_S = 1.0  # Longest sample period of a device's utilisation (manual of nvidia-smi)
-DEADLINE_S, POLL_S = 50.0, 0.5
+POLL_S = 0.5
 
 
 def host(*, name: str, address: str, num_devices: int, device: Literal["auto", "cuda", "cpu"] = "auto") -> Host:
@@ -295,7 +296,7 @@ def _read(path: Path) -> str:
 def await_memory(
     host: Host,
     *,
-    deadline_s: float = DEADLINE_S,
+    deadline_s: float = MEMORY_FREE_S,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> tuple[str, ...]:

@@ -118,7 +118,7 @@ def test_a_broken_worker_is_an_error(fake: Callable[[str], Log], answer: str, re
 def test_an_answer_that_never_comes_is_an_error(fake: Callable[[str], Log], monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that runs past its limit is ended."""
     fake("__import__('time').sleep(600)")
-    monkeypatch.setattr(abstract_execution, "LIMIT_S", 0.5)
+    monkeypatch.setattr(abstract_execution, "ABSTRACT_S", 0.5)
 
     with pytest.raises(PlanError, match=r"no answer within 0\.5 s; use the closed"):
         abstract_execution.execute(tiny_job(own=LAYOUT), LAYOUT, (0,))

@@ -206,13 +206,13 @@ def _with_copies_marked(rows: Sequence[GoldenRow]) -> tuple[GoldenRow, ...]:
 
 
 def _with_torch(rows: Sequence[GoldenRow], known: Sequence[GoldenRow]) -> tuple[GoldenRow, ...]:
-    """Give each row the torch release of the oldest tag with its values, because later tags repeat old values."""
+    """Give each row the torch release of the oldest tag with its peak on its GPU, because later tags repeat values."""
     images = read_table(IMAGES, {"tag": word, "env": word, "torch": word}).rows
     torch = {(image["tag"], image["env"]): release_words(image["torch"]) for image in images}
-    oldest: dict[tuple[object, ...], GoldenRow] = {}
+    oldest: dict[tuple[str, float], GoldenRow] = {}
     for row in sorted([*rows, *known], key=lambda row: release_words(row.tag)):
-        oldest.setdefault((row.gpu, row.static_bytes, row.peak_bytes), row)
-    firsts = [oldest[row.gpu, row.static_bytes, row.peak_bytes] for row in rows]
+        oldest.setdefault((row.gpu, row.peak_bytes), row)
+    firsts = [oldest[row.gpu, row.peak_bytes] for row in rows]
     return tuple(
         replace(row, torch=torch.get((first.tag, first.env.partition("_")[0]), ()))
         for row, first in zip(rows, firsts, strict=True)

@@ -450,14 +450,14 @@ class Coordinator:
         def find() -> Decision:
             try:
                 return self._find(smaller, rest)
-            except MegatronError as error:
+            except PipetteError as error:
                 return self._aside(smaller, rest, error)
 
         return self._guarded(smaller, find)
 
     def _aside(self, bare: Decision, hosts: tuple[Host, ...], error: PipetteError) -> Decision:
         """Train without a plan, on hosts in the order of their links; the first start may measure the links before."""
-        if not orders_hosts(self._options, len(hosts)):
+        if isinstance(error, UsageError) or not orders_hosts(self._options, len(hosts)):
             raise error
         bare = replace(bare, reason=joined(bare.reason, str(error)))
         known = None if self._measures_anew else self.planner.surveyed_of(bare.hosts)

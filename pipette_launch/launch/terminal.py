@@ -135,7 +135,7 @@ class Terminal:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._is_quiet = options.detail == "quiet"
+        self._is_quiet, self._budget_s = options.detail == "quiet", options.budget_s
         self._shown: tuple[Plan, int] | None = None
         self._warmup = ProgressLine(sys.stderr)
         self._progress = ExitStack()
@@ -161,10 +161,10 @@ class Terminal:
             self._warmup = ProgressLine(sys.stderr)
             others = " and others" if len(decision.hosts) > SHOWN_HOSTS else ""
             what = f"{'the links of ' * decision.only_links}{sum(decision.num_slots)} slots"
-            budget_s = min(options.budget_s, LINKS_BUDGET_S if decision.only_links else math.inf)
+            self._budget_s = min(options.budget_s, LINKS_BUDGET_S if decision.only_links else math.inf)
             self.say(
                 f"measuring {what} on {', '.join(decision.hosts[:SHOWN_HOSTS])}{others}, "
-                f"about {budget_s:.0f} s at most after their imports"
+                f"about {self._budget_s:.0f} s at most after their imports"
             )
         elif decision.phase == "trial" and decision.plan is not None:
             self.say(trial_words(decision, asked=options.trials))
@@ -205,7 +205,7 @@ class Terminal:
     def warmup_goes_on(self, sign: Sign | None) -> None:
         """Show the progress of a warm-up from the last report (sign) of RANK 0. Callers may call this method often."""
         if sign is not None and not self._is_quiet:
-            told, budget_s = sign, self._options.budget_s
+            told, budget_s = sign, self._budget_s
             ended = [ended_words(one) for one in sign.ended]
             self._warmup.show(lambda elapsed_s: running_words(told, elapsed_s, budget_s), ended)
 

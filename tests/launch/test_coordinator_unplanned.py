@@ -14,7 +14,7 @@ from launch.worlds import options, records
 from pipette_launch.facts import Links, files
 from pipette_launch.facts.messages import Decision
 from pipette_launch.launch.coordinator import Coordinator
-from pipette_launch.probe.messages import LinksOrder
+from pipette_launch.probe.messages import LinksOrder, WarmupOrder
 
 FAST_GB = ((0, 1, 4, 4), (1, 0, 4, 4), (4, 4, 0, 1), (4, 4, 1, 0))
 FOREIGN = ("--lr", "0.1")
@@ -106,6 +106,25 @@ def test_the_given_order_stays(tmp_path: Path, count: int, words: tuple[str, ...
 
     assert ("train", ()) == (decision.phase, decision.host_order)
     assert "training with your own configuration as torchrun would" in decision.reason
+
+
+def test_a_search_without_a_plan_orders_the_hosts_by_what_was_measured(tmp_path: Path) -> None:
+    """After a whole warm-up without a plan, its links give the order, and nothing is measured again."""
+    one = Coordinator(options(cache=tmp_path / "cache"), tmp_path, judge=lambda *_: ())
+    warmup = one.decide(records(4), None)
+    order = files.loads(WarmupOrder, warmup.probe_options, "order")
+    between = Links(latency_s=np.zeros((4, 4)), bandwidth_bytes_per_s=np.array(FAST_GB) * 2e9)
+    cluster = replace(tiny_cluster(4), hosts=order.hosts, between_hosts=between)
+    short = tuple(
+        replace(one_host, devices=tuple(replace(device, memory_free_bytes=1) for device in one_host.devices))
+        for one_host in order.hosts
+    )
+    files.write(Path(order.output), tiny_measurements(replace(cluster, hosts=short), order.cases))
+
+    made = one.after_warmup(warmup, "")
+
+    assert ("train", None) == (made.phase, made.plan)
+    assert ("node0", "node2", "node1", "node3") == made.host_order
 
 
 def test_a_failed_warmup_trains_as_torchrun_would(tmp_path: Path) -> None:

@@ -93,8 +93,9 @@ def _value(kind: Any, parts: dict[str, Any]) -> dict[str, Any]:
         return {"type": "object", "additionalProperties": _value(inner[1], parts)}
     if origin is typing.Literal:
         return {"enum": list(inner)}
-    # The only other kind is NDArray[np.float64]: rows of a square matrix.
-    return SCALARS.get(kind) or {"type": "array", "items": {"type": "array", "items": NUMBER}}
+    # The only other kind is NDArray[np.float64]: rows of a square matrix, or a packed text (`files.pack`).
+    rows = {"type": "array", "items": {"type": "array", "items": NUMBER}}
+    return SCALARS.get(kind) or {"anyOf": [rows, {"type": "string", "contentEncoding": "base64"}]}
 
 
 def _reference(kind: Any, parts: dict[str, Any]) -> dict[str, Any]:

@@ -233,7 +233,7 @@ class PipetteAgent(LocalElasticAgent):
         if decision.phase == "trial" or (decision.phase == "warmup" and self._bindings):
             return self._monitor_before_training(worker_group)
         if not self._bindings:
-            is_over = round_store.has(f"over/{decision.phase}")
+            is_over = round_store.glance(f"over/{decision.phase}")
             return self._succeeded(worker_group) if is_over else RunResult(state=WorkerState.HEALTHY)
         if not callable(worker_group.spec.entrypoint):
             self._stopped_workers.end(workers.processes(self._pcontext))

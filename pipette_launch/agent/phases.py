@@ -101,7 +101,7 @@ class FirstIteration:
         if self._seen:
             self._round_store.put("iterated", "yes")
         else:
-            self._seen = self._round_store.has("iterated")
+            self._seen = self._round_store.glance("iterated")
         self._published = self._seen
 
     def has_trained(self, *, wait_s: float = 0.0) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import logging
+import math
 import threading
 import time
 import zlib
@@ -16,14 +16,20 @@ from torch.distributed import Store
 
 from pipette_launch.agent.signals import STORE_THREAD
 from pipette_launch.defaults import GOODBYE_S, HOST_SILENCE_S
-from pipette_launch.errors import ClusterError
+from pipette_launch.errors import ClusterError, FileFormatError
 from pipette_launch.facts import files
 from pipette_launch.facts.messages import Decision
 
 FIRST_POLL_S, LAST_POLL_S = 0.02, 0.2
 """First and longest pause (s) between two polls. Pauses grow, so that hundreds of nodes do not overload a store."""
+LONG_BYTES = 1 << 12
+"""Texts with more bytes are compressed, because the agent with the store sends the same plan to every node."""
 MOST_BYTES = 4 << 20
 """Most bytes of one piece of a long text, because TCPStore accepts at most 8 MiB in one value."""
+PACKED = b"\0"
+"""First byte of a compressed text. The number of further pieces follows."""
+LOOKS_PER_S = 5000.0
+"""Largest number of times a second that all nodes together look for one key of a round."""
 BROKEN = "the connection to its store broke"
 
 Answer = TypeVar("Answer")
@@ -98,8 +104,19 @@ class AgentStore:
             raise StoreGone(self.gone)
 
     def put(self, key: str, text: str) -> None:
-        """Publish a text."""
-        self._call(lambda: self._store.set(f"{self._prefix}/{key}", text))
+        """Publish a text. A long text is compressed, and cut into pieces that a store accepts."""
+        data = text.encode()
+        if len(data) > LONG_BYTES:
+            packed = zlib.compress(data, level=1)
+            first, *others = (packed[start : start + MOST_BYTES] for start in range(0, len(packed), MOST_BYTES))
+            for index, piece in enumerate(others):
+                self._set(f"{key}/{index}", piece)
+            data = PACKED + bytes([len(others)]) + first
+        self._set(key, data)
+
+    def _set(self, key: str, data: bytes) -> None:
+        # The store takes bytes too, although torch declares only str.
+        self._call(lambda: self._store.set(f"{self._prefix}/{key}", data))  # type: ignore[arg-type]
 
     def has(self, key: str) -> bool:
         """Return True if a text was published; never blocks."""
@@ -110,7 +127,18 @@ class AgentStore:
         return self._get(key) if self.has(key) else None
 
     def _get(self, key: str) -> str:
-        return _text(key, self._call(lambda: self._store.get(f"{self._prefix}/{key}")))
+        found = self._read(key)
+        if found[:1] == PACKED:
+            names = [f"{key}/{index}" for index in range(found[1])]
+            pieces = [found[2:], *(self._read(name) for name in names if self.has(name))]
+            try:
+                found = files.inflate(b"".join(pieces), key)
+            except FileFormatError as error:
+                raise ClusterError(f"the message of another node under {error}") from error
+        return _text(key, found)
+
+    def _read(self, key: str) -> bytes:
+        return self._call(lambda: self._store.get(f"{self._prefix}/{key}"))
 
     def drop(self, key: str) -> None:
         """Delete a text."""
@@ -166,13 +194,24 @@ class RoundStore(AgentStore):
         self.group_size = group_size
         self.is_coordinator = is_coordinator
         self._find_lost = find_lost
+        self._glances: dict[str, tuple[float, bool]] = {}
+        """Time (s) of the last look for a key, and the result."""
+
+    def glance(self, key: str) -> bool:
+        """Return True if a text was published. In a large job, the answer may be out of date by a part of a second."""
+        looked_s, found = self._glances.get(key, (-math.inf, False))
+        now_s = time.monotonic()
+        if not found and now_s - looked_s > self.group_size / LOOKS_PER_S:
+            found = self.has(key)
+            self._glances[key] = now_s, found
+        return found
 
     def is_over(self) -> bool:
         """Return True if an agent called a meeting; call a meeting if another agent is lost."""
         lost = self._find_lost()
         if lost:
             self.put("alarm", lost)
-        return bool(lost) or self.has("alarm")
+        return bool(lost) or self.glance("alarm")
 
     def check_goes_on(self) -> None:
         """Raise RoundOver if an agent called a meeting."""
@@ -190,23 +229,6 @@ def _text(key: str, found: bytes) -> str:
         return found.decode()
     except UnicodeDecodeError as error:
         raise ClusterError(f"the message of another node under {key} is no text ({error})") from error
-
-
-def pack(text: str) -> str:
-    """Compress a text, because matrices of links are long."""
-    return base64.b64encode(zlib.compress(text.encode(), level=1)).decode()
-
-
-def unpack(packed: str) -> str:
-    """Unpack a result of `pack`; raise ClusterError for other texts, or for more than files.MOST_BYTES of text."""
-    stream = zlib.decompressobj()
-    try:
-        text = stream.decompress(base64.b64decode(packed, validate=True), files.MOST_BYTES).decode()
-    except (ValueError, zlib.error) as error:
-        raise ClusterError(f"the message of another node cannot be unpacked ({error})") from error
-    if not stream.eof:
-        raise ClusterError(f"the message of another node is cut off, or unpacks to more than {files.MOST_BYTES} bytes")
-    return text
 
 
 def reports(
@@ -235,13 +257,13 @@ def await_all(round_store: RoundStore, phase: str, *, num_nodes: int) -> bool:
     The wait has no deadline, because nodes that still train would treat an agent that exits early as lost.
     """
     try:
-        round_store.count(f"done/{phase}")
-        while round_store.count(f"done/{phase}", 0) < num_nodes:
+        # The last node publishes the end, for which also nodes on standby wait.
+        if round_store.count(f"done/{phase}") >= num_nodes:
+            round_store.put(f"over/{phase}", "yes")
+        while not round_store.glance(f"over/{phase}"):
             if round_store.is_over():
                 return False
             time.sleep(0.1)
-        # Nodes on standby do not add to the counter, and wait for the key `over/PHASE`.
-        round_store.put(f"over/{phase}", "yes")
     except StoreGone as error:
         # The agent with the store leaves only after its work is done, so no wait is needed.
         logger.info("the wait for the other nodes' end stops early: %s", error)

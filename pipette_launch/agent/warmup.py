@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Logs
 from pipette_launch.agent import workers
 from pipette_launch.agent.controller import Controller
 from pipette_launch.agent.phases import PhaseBeforeTraining
-from pipette_launch.agent.store import MOST_BYTES, RoundOver, RoundStore, pack, reports, unpack
+from pipette_launch.agent.store import RoundOver, RoundStore, reports
 from pipette_launch.defaults import ALARM_REPORT_S, PEER_WAIT_S, VERDICT_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
@@ -266,19 +266,14 @@ class Warmup(PhaseBeforeTraining):
     def _hand_over(self) -> None:
         """Publish the measurements for a deciding node that ran no warm-up workers."""
         path = self._controller.measured_path
-        packed = pack(path.read_text() if path.exists() else "")
-        pieces = [packed[start : start + MOST_BYTES] for start in range(0, len(packed), MOST_BYTES)]
-        for index, piece in enumerate(pieces):
-            self._round_store.put(f"measured/{index}", piece)
-        self._round_store.put("measured", str(len(pieces)))
+        self._round_store.put("measured", path.read_text() if path.exists() else "")
 
     def _take_over(self) -> str:
         """Fetch the measurements from the store; return why the transfer failed, or an empty text."""
         try:
             what = "the measurements of the warm-up"
-            count = int(self._round_store.take("measured", what=what, deadline_s=PEER_WAIT_S))
-            text = unpack("".join(self._round_store.peek(f"measured/{index}") or "" for index in range(count)))
-        except (ClusterError, ValueError) as error:
+            text = self._round_store.take("measured", what=what, deadline_s=PEER_WAIT_S)
+        except ClusterError as error:
             return str(error)
         if not text:
             return "the first worker of the warm-up left no measurements"
@@ -314,15 +309,17 @@ class Warmup(PhaseBeforeTraining):
         codes = [process.poll() for process in processes.values()]
         waited_s = time.monotonic() - self._began_s
         is_late = waited_s > self._controller.warmup_deadline_s
-        if any(codes) or self._is_hung or is_late or store.has("warmup-alarm"):
+        if any(codes) or self._is_hung or is_late or store.glance("warmup-alarm"):
             self._find_out(processes, waited_s)
             return True
         if any(code is None for code in codes):
             return False
         # A node whose workers are done still answers alarms. The phase ends when all nodes are done.
-        done = store.count("warmup-done", 0 if self._has_ended else 1)
-        self._has_ended = True
-        return done == len(self._decision.tokens)
+        if not self._has_ended:
+            self._has_ended = True
+            if store.count("warmup-done") == len(self._decision.tokens):
+                store.put("warmup-over", "yes")
+        return store.glance("warmup-over")
 
     def _end(self, processes: Mapping[int, Popen[bytes]]) -> str:
         """Kill the workers and all processes that they started; return a sentence about processes that do not end."""

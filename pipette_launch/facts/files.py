@@ -6,6 +6,7 @@ field or type, and the message names file and field.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import csv
 import dataclasses
@@ -22,6 +23,7 @@ import time
 import types
 import typing
 import uuid
+import zlib
 from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -51,10 +53,16 @@ ADDED_LATER = {"added_later": True}
 SCHEMA_VERSION = 1
 """Version of every kind of document. A change in the meaning of a field needs a new version."""
 MOST_BYTES = 256 << 20
-"""Size limit of parsed files in bytes, enough for a cluster.json with all links of 2,000 hosts."""
+"""Size limit of parsed files and of one unpacked matrix, in bytes. A matrix of 5,792 hosts has this size."""
+MOST_ROWS = 64
+"""Largest matrix that a file shows as rows of numbers. Files with a million numbers are slow to write and to read."""
 MOST_INTEGER = 1 << 63
 LARGEST = 1e100
 """Largest number in a file, so that the product of two numbers stays finite."""
+READABLE_BYTES = 1 << 20
+"""Files with more bytes have one line, because Python's JSON encoder is ten times slower with line breaks."""
+_SCALARS = (str, int, float, bool, types.NoneType)
+_LIMITS: dict[Any, float] = {int: MOST_INTEGER, float: LARGEST}
 LEFTOVER_S = 86400.0
 """Age in seconds at which a temporary file counts as abandoned."""
 
@@ -70,7 +78,9 @@ D = TypeVar("D", bound=Document)
 
 
 def to_plain(value: Any) -> Any:
-    """Convert a dataclass to JSON types: dataclasses become objects, tuples and arrays become lists."""
+    """Convert a dataclass to JSON types: dataclasses become objects, tuples and small matrices become lists."""
+    if type(value) in _SCALARS:
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):
@@ -78,24 +88,50 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):
-        return value.tolist()
+        # The first bytes of all numbers come first, then the second bytes, because equal bytes in a row compress well.
+        planes = np.ascontiguousarray(value, dtype="<f8").view(np.uint8).reshape(-1, 8).T
+        return value.tolist() if len(value) <= MOST_ROWS else pack(planes.tobytes())
     return value
+
+
+def pack(data: bytes) -> str:
+    """Compress bytes into a text for a JSON document."""
+    return base64.b64encode(zlib.compress(data, level=1)).decode()
+
+
+def unpack(text: str, where: str) -> bytes:
+    """Unpack a result of `pack`. Raise FileFormatError for other texts, or for more than MOST_BYTES bytes."""
+    try:
+        return inflate(base64.b64decode(text, validate=True), where)
+    except ValueError as error:
+        raise FileFormatError(f"{where}: cannot be unpacked ({error})") from error
+
+
+def inflate(packed: bytes, where: str) -> bytes:
+    """Decompress bytes. Raise FileFormatError for bytes that zlib did not make, or for more than MOST_BYTES bytes."""
+    stream = zlib.decompressobj()
+    try:
+        data = stream.decompress(packed, MOST_BYTES)
+    except zlib.error as error:
+        raise FileFormatError(f"{where}: cannot be unpacked ({error})") from error
+    if not stream.eof:
+        raise FileFormatError(f"{where}: is cut off, or unpacks to more than {MOST_BYTES} bytes")
+    return data
 
 
 def from_plain(kind: Any, value: Any, where: str) -> Any:
     """Build an object of type `kind` from the result of `json.loads`. Errors name the place `where`.
 
     `kind` is a dataclass, `int`, `float`, `str`, `bool`, `X | None`, `tuple[X, ...]`, `dict[str, X]`, a Literal, or
-    `NDArray[np.float64]`, which is a square matrix as a list of rows.
+    `NDArray[np.float64]`, which is a square matrix as a list of rows, or as a packed text.
     """
-    if dataclasses.is_dataclass(kind):
+    is_fact, origin, inner = _form(kind)
+    if is_fact:
         return _fact(kind, value, where)
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return None if value is None else from_plain(inner[0], value, where)
     if origin is tuple:
-        items = _checked(list, value, where)
-        return tuple(from_plain(inner[0], item, f"{where}[{index}]") for index, item in enumerate(items))
+        return _items(inner[0], value, where)
     if origin is dict:
         items = _checked(dict, value, where)
         return {key: from_plain(inner[1], item, f"{where}: {key}") for key, item in items.items()}
@@ -144,7 +180,8 @@ def write(path: Path, document: Document, *, shared: bool = False) -> None:
 
     Missing folders are made. Other users may read the file if `shared` is true, as far as the umask allows.
     """
-    write_text(path, dumps(document) + "\n", shared=shared)
+    text = dumps(document, indent=None)
+    write_text(path, (text if len(text) > READABLE_BYTES else dumps(document)) + "\n", shared=shared)
 
 
 def write_text(path: Path, text: str, *, shared: bool = False) -> None:
@@ -226,6 +263,15 @@ def _checked(kind: type, value: Any, where: str) -> Any:
     raise FileFormatError(f"{where}: expected {expected}, found {type(value).__name__}")
 
 
+def _items(kind: Any, value: Any, where: str) -> tuple[Any, ...]:
+    items = _checked(list, value, where)
+    # Check many numbers as a whole, which is fast. Check single items only in a bad list, to name the bad item.
+    limit = _LIMITS.get(kind)
+    if limit and set(map(type, items)) == {kind} and all(-limit < item < limit for item in items):
+        return tuple(items)
+    return tuple(from_plain(kind, item, f"{where}[{index}]") for index, item in enumerate(items))
+
+
 def _fact(kind: Any, value: Any, where: str) -> Any:
     hints, required = _fields(kind)
     removed: frozenset[str] = getattr(kind, "REMOVED", frozenset())
@@ -243,6 +289,12 @@ def _fact(kind: Any, value: Any, where: str) -> Any:
 
 
 @functools.cache
+def _form(kind: Any) -> tuple[bool, Any, tuple[Any, ...]]:
+    """Return whether a type is a dataclass, and the origin and the arguments of a generic type."""
+    return dataclasses.is_dataclass(kind), typing.get_origin(kind), typing.get_args(kind)
+
+
+@functools.cache
 def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
     hints = typing.get_type_hints(kind)
     fields = dataclasses.fields(kind)
@@ -251,6 +303,8 @@ def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
 
 
 def _matrix(value: Any, where: str) -> NDArray[np.float64]:
+    if isinstance(value, str):
+        return _unpacked_matrix(unpack(value, where), where)
     rows = []
     for index, row in enumerate(_checked(list, value, where)):
         # Check each row as a whole, which is fast. Check single numbers only in a bad row, to name the bad number.
@@ -260,6 +314,17 @@ def _matrix(value: Any, where: str) -> NDArray[np.float64]:
     if odd is not None:
         raise FileFormatError(f"{where}[{odd}]: {len(rows[odd])} numbers in a matrix of {len(rows)} rows")
     return np.array(rows, dtype=np.float64).reshape(len(rows), len(rows))
+
+
+def _unpacked_matrix(data: bytes, where: str) -> NDArray[np.float64]:
+    size = math.isqrt(len(data) // 8)
+    if 8 * size * size != len(data):
+        raise FileFormatError(f"{where}: {len(data)} bytes are no square matrix")
+    planes = np.frombuffer(data, np.uint8).reshape(8, -1)
+    matrix: NDArray[np.float64] = planes.T.copy().view("<f8").reshape(size, size)
+    if not (np.abs(matrix) <= LARGEST).all():
+        raise FileFormatError(f"{where}: a number is not finite, or larger than the limit of {LARGEST:g}")
+    return matrix
 
 
 def _scalar(kind: Any, value: Any, where: str) -> Any:

@@ -19,7 +19,7 @@ from agent.test_phases import await_files, await_store, ends
 from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from pipette_launch.agent import warmup
+from pipette_launch.agent import store as agent_store
 from pipette_launch.agent.elastic import PipetteAgent
 from pipette_launch.agent.membership import LEFT_OUT, REJOIN, Rejoin
 from pipette_launch.agent.phases import Attempt
@@ -263,7 +263,8 @@ def test_whoever_decides_learns_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> None:
     """In pieces that the store takes."""
-    monkeypatch.setattr(warmup, "MOST_BYTES", piece_bytes)
+    monkeypatch.setattr(agent_store, "MOST_BYTES", piece_bytes)
+    monkeypatch.setattr(agent_store, "LONG_BYTES", 0)
     agents, controllers = relays(tmp_path, "gigabytes a second: äöü" * 50)
 
     deliver(agents)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import threading
 import time
 import zlib
@@ -11,32 +10,70 @@ import pytest
 from torch.distributed import HashStore
 
 from pipette_launch.agent import store as agent_store
-from pipette_launch.agent.store import RoundStore, StoreGone, await_all, pack, say_goodbye, unpack
+from pipette_launch.agent.store import LOOKS_PER_S, PACKED, RoundStore, StoreGone, await_all, say_goodbye
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 
 
-def test_a_text_comes_back() -> None:
-    """As it was packed."""
-    assert "ä" * 1000 == unpack(pack("ä" * 1000))
+def own_store(store: HashStore | None = None) -> RoundStore:
+    """Return the round's store of the agent that holds it."""
+    return RoundStore(store or HashStore(), 0, 1, is_coordinator=True)
 
 
-@pytest.mark.parametrize(
-    "packed", ["x", "é", "!!!!", pack("text")[:-8], base64.b64encode(zlib.compress(b"\xff")).decode()]
-)
-def test_what_was_not_packed_is_refused(packed: str) -> None:
-    """By an error of ours."""
-    with pytest.raises(ClusterError, match="the message of another node"):
-        unpack(packed)
+@pytest.mark.parametrize("piece_bytes", [1 << 22, 7])
+def test_a_long_text_comes_back(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    """A long text is compressed, and cut into pieces that the store accepts."""
+    monkeypatch.setattr(agent_store, "MOST_BYTES", piece_bytes)
+    store = HashStore()
+    text = "ä plan for many nodes " * 1000
+
+    own_store(store).put("key", text)
+
+    assert text == own_store(store).peek("key")
+    assert len(store.get("pipette/round/key")) < 500
+
+
+@pytest.mark.parametrize("packed", [b"x", zlib.compress(b"text")[:-2], zlib.compress(b"\xff")])
+def test_a_damaged_long_text_is_refused(packed: bytes) -> None:
+    """The error names the key."""
+    store = HashStore()
+    store.set("pipette/round/key", PACKED + b"\0" + packed)  # type: ignore[arg-type]
+
+    with pytest.raises(ClusterError, match="the message of another node under key"):
+        own_store(store).peek("key")
+
+
+def test_a_missing_piece_is_refused() -> None:
+    """The reader does not wait for a piece that is not there."""
+    store = HashStore()
+    store.set("pipette/round/key", PACKED + b"\2" + zlib.compress(b"text")[:-2])  # type: ignore[arg-type]
+
+    with pytest.raises(ClusterError, match="key: is cut off"):
+        own_store(store).peek("key")
 
 
 def test_a_bomb_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more than the limit is ever held."""
-    monkeypatch.setattr(files, "MOST_BYTES", 1000)
+    """A reader never holds more than the limit of files."""
+    store = HashStore()
+    own_store(store).put("key", "x" * 5000)
+    monkeypatch.setattr(files, "MOST_BYTES", 4999)
 
-    assert "x" * 1000 == unpack(pack("x" * 1000))
-    with pytest.raises(ClusterError, match="more than 1000 bytes"):
-        unpack(pack("x" * 1001))
+    with pytest.raises(ClusterError, match="more than 4999 bytes"):
+        own_store(store).peek("key")
+
+
+def test_a_large_job_looks_seldom() -> None:
+    """The nodes of a job together look for a key at most LOOKS_PER_S times a second."""
+    store = HashStore()
+    large, small = (RoundStore(store, 0, size, is_coordinator=True) for size in (10**9, 1))
+    assert not large.glance("alarm")
+    assert not small.glance("alarm")
+
+    large.put("alarm", "a host is lost")
+    time.sleep(2 / LOOKS_PER_S)
+
+    assert not large.glance("alarm")
+    assert small.glance("alarm")
 
 
 def test_bytes_that_are_no_text_are_refused() -> None:
@@ -89,7 +126,7 @@ def wait(*, done: int = 0, done_after_s: float = 0.0, called: bool = False, gone
     round_store.count("done/train", done)
     if called:
         round_store.put("alarm", "a worker failed")
-    later = threading.Timer(done_after_s, lambda: round_store.count("done/train"))
+    later = threading.Timer(done_after_s, lambda: await_all(round_store, "train", num_nodes=2))
     if done_after_s:
         later.start()
     return await_all(round_store, "train", num_nodes=2)

@@ -174,7 +174,11 @@ def test_a_choice_that_no_prediction_makes_is_refused(name: str, value: object, 
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ("fast", "here: latency_s: expected a list, found str"),
+        ("fast", "here: latency_s: cannot be unpacked"),
+        ("ä", "here: latency_s: cannot be unpacked"),
+        (files.pack(b"12345678")[:-8], "here: latency_s: "),
+        (files.pack(b"1234567"), "here: latency_s: 7 bytes are no square matrix"),
+        (files.pack(b"\xff" * 8), "here: latency_s: a number is not finite"),
         ([[0.0, 1.0], 2.0], "here: latency_s[1]: expected a list, found float"),
         ([[0.0, "x"], [1.0, 0.0]], "here: latency_s[0][1]: expected float, found 'x'"),
         ([[0.0, 1.0], [True, 0.0]], "here: latency_s[1][0]: expected float, found True"),
@@ -194,6 +198,18 @@ def test_a_bad_matrix_is_refused(rows: object, expected: str) -> None:
     with pytest.raises(FileFormatError) as caught:
         files.from_plain(Links, {"latency_s": rows, "bandwidth_bytes_per_s": good}, "here")
     assert expected in str(caught.value)
+
+
+def test_a_large_matrix_is_packed() -> None:
+    """A file shows 64 rows as numbers. A larger matrix is a packed text, which keeps every digit."""
+    for size in (64, 65):
+        rows = np.random.default_rng(size).random((size, size)) + 0.1
+        links = Links(latency_s=rows, bandwidth_bytes_per_s=rows)
+
+        plain = json.loads(json.dumps(files.to_plain(links)))
+
+        assert isinstance(plain["latency_s"], str) == (size > 64)
+        assert links == files.from_plain(Links, plain, "here")
 
 
 def test_a_matrix_is_read_where_its_type_is_an_alias_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from launch.worlds import choice, plan, records
 from megatron_lines import SMALL
 
 from pipette_launch.agent.rendezvous import check_meeting, settle
-from pipette_launch.agent.store import pack, unpack
 from pipette_launch.agent.warmup import NodeReport, WorkerState
 from pipette_launch.errors import MegatronError, PipetteError
 from pipette_launch.facts import Layout, Samples, files
@@ -350,7 +349,7 @@ READERS: dict[str, Reader] = {
     "machines": _machines,
     "rendezvous": _rendezvous,
     "slurm": _slurm,
-    "unpack": lambda data: unpack(data.decode(errors="surrogateescape")),
+    "unpack": lambda data: files.unpack(data.decode(errors="surrogateescape"), "here"),
 }
 SEEDS: dict[str, tuple[bytes, ...]] = {
     **{name: (files.dumps(made).encode(),) for name, (made, _) in DOCUMENTS.items()},
@@ -362,7 +361,7 @@ SEEDS: dict[str, tuple[bytes, ...]] = {
     "machines": (b"4 8 32 h100-sxm fat-tree-2:1", b"2 2 4 gb200-nvl72 uniform"),
     "rendezvous": (b"host:29400 is_host=1,timeout=60", b"127.0.0.1 join_timeout=1"),
     "slurm": (b"switch.switch.node spine.leaf3.node17 node17",),
-    "unpack": (pack("a text").encode(), base64.b64encode(b"no zlib")),
+    "unpack": (files.pack(b"a text").encode(), base64.b64encode(b"no zlib")),
 }
 FOUND = HERE / "corpus"
 """What the fuzzers have found, a folder for each reader."""

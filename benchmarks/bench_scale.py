@@ -1,0 +1,459 @@
+"""Thousands of agents towards one real first agent, on one machine.
+
+`python -m benchmarks.bench_scale [--nodes 128,256,...] [--record]` forks one first agent, which decides with the real
+coordinator, and a few processes that play the other agents: each agent is a thread that runs the product's own meeting,
+warm-up and end over a connection of its own. Measurements are drawn (`plan_machines`), and no worker runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import multiprocessing
+import os
+import platform
+import resource
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import TCPStore
+
+from benchmarks.plan_machines import WORDS, measured
+from benchmarks.telling import processor
+from pipette_launch.agent import membership, peers
+from pipette_launch.agent import store as agent_store
+from pipette_launch.agent.membership import Membership
+from pipette_launch.agent.phases import FirstIteration
+from pipette_launch.agent.store import PEER_WAIT_S, await_all, say_goodbye
+from pipette_launch.agent.warmup import Warmup
+from pipette_launch.facts import Device, Host, files
+from pipette_launch.facts.health import DeviceCondition
+from pipette_launch.facts.measurements import LinkSurvey, layers_digest
+from pipette_launch.facts.messages import Decision, NodeRecord
+from pipette_launch.launch.coordinator import Coordinator
+from pipette_launch.launch.options import Options
+from pipette_launch.probe.messages import WarmupOrder
+
+NODES = (128, 256, 512, 1024, 2048, 4096)
+PLAYERS = 4
+"""Processes that play agents."""
+SIZE, DEVICE = 8, "NVIDIA A100-SXM4-80GB"
+HERE = "127.0.0.1"
+LOST_PART = 16
+"""One of so many agents is lost at once."""
+LOOK_S, WATCH_S = 0.1, 5.0
+"""Seconds between two looks of an agent (torch's --monitor-interval), and seconds of each watched phase."""
+PHASES = ("join", "meet", "watch warm-up", "end warm-up", "plan", "start", "watch training", "lose", "end")
+CACHED = ("join", "meet", "watch training", "lose", "end")
+"""Phases of a job whose plan comes from the cache."""
+STARTS = ("join", "meet", "end warm-up", "plan", "start")
+"""Phases from torch's rendezvous to the start of the training, beside measuring."""
+GROWS = ("first_s", "last_s", "cpu_s", "messages", "bytes")
+RESULTS = Path(__file__).parent / "results"
+
+
+# -- the job ------------------------------------------------------------------------------------------------------
+
+
+def record(index: int) -> NodeRecord:
+    """Return what an agent would say about a host of eight GPUs."""
+    memory = 80 << 30
+    uuids = [f"GPU-{index:08x}-0000-4000-8000-{local:012x}" for local in range(SIZE)]
+    devices = tuple(
+        Device(
+            kind="cuda", uuid=uuid, name="NVIDIA A100-SXM4-80GB", memory_total_bytes=memory, memory_free_bytes=memory
+        )
+        for uuid in uuids
+    )
+    conditions = tuple(
+        DeviceCondition(
+            uuid=uuid, used_bytes=0, sm_clock_hz=210_000_000, sm_clock_max_hz=1_410_000_000, clock_reasons=("GpuIdle",),
+            ecc_volatile=0, ecc_aggregate=0, rows_correctable=0, rows_uncorrectable=0, rows_pending=False,
+            rows_failed=False, nvlinks_up=12, nvlinks_total=12, pcie_width=16, pcie_width_max=16, pcie_generation=1,
+            pcie_generation_max=4, pci_address="0000:07:00.0", numa_node=3, nic="mlx5_0", nic_distance="switch",
+            persistence_mode=True, temperature_c=31,
+        )
+        for uuid in uuids
+    )  # fmt: skip
+    host = Host(
+        name=f"gpu{index:05d}", address=f"10.{index >> 16}.{index >> 8 & 255}.{index & 255}", cores=128, devices=devices
+    )
+    versions = {"torch": "2.9.1", "cuda": "12.8", "nccl": "2.27.5", "driver": "570.86.15", "megatron-core": "0.16.1"}
+    return NodeRecord(
+        token=f"{index * 0x9E3779B97F4A7C15 % 2**128 | 1 << 127:032x}", host=host, trouble="", num_slots=SIZE,
+        node_rank=-1, script_digest="d" * 16, versions=versions, attempt=-1, verdict="none", failure=None,
+        conditions=conditions, max_restarts=3,
+    )  # fmt: skip
+
+
+def options(num_nodes: int, cache: Path) -> Options:
+    """Return the settings of a job that trains a GPT of 175B parameters."""
+    words = (
+        "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048 "
+        "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 --sequence-parallel --micro-batch-size 1 "
+        f"--global-batch-size {15 * num_nodes} --train-iters 1000 --lr 1e-4 --bf16 --use-distributed-optimizer "
+        "--vocab-size 50257 --tokenizer-type NullTokenizer --mock-data --transformer-impl transformer_engine "
+        "--attention-backend flash --overlap-grad-reduce --overlap-param-gather"
+    ).split()
+    words = tuple(words)
+    return Options(script="pretrain_gpt.py", script_arguments=words, runs_python=True, is_module=False, cache=cache)
+
+
+def measure(order: WarmupOrder) -> None:
+    """Write drawn measurements, as the first worker of a warm-up does."""
+    size = len(order.hosts)
+    found = measured(order.job, size)
+    survey = LinkSurvey(
+        spread_HH=np.where(np.eye(size, dtype=bool), 0.0, np.random.default_rng(1).random((size, size)) * 0.05),
+        origin_HH=tuple("m" * row + "-" + "m" * (size - row - 1) for row in range(size)),
+    )
+    files.write(
+        Path(order.output),
+        replace(
+            found,
+            cluster=replace(found.cluster, hosts=order.hosts, imagined=None),
+            survey=survey,
+            model_digest=layers_digest(order.job.model),
+            conditions=tuple(order.conditions),
+        ),
+    )
+
+
+# -- agents -------------------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """A client of a store that counts messages and bytes."""
+
+    def __init__(self, store: Any, counts: Counter[str]) -> None:
+        self._store, self._counts = store, counts
+
+    def __getattr__(self, name: str) -> Any:
+        do = getattr(self._store, name)
+
+        def call(*args: Any) -> Any:
+            self._counts["messages"] += 1
+            answer = do(*args)
+            sent = sum(len(one) for one in args if isinstance(one, str | bytes))
+            self._counts["bytes"] += sent + (len(answer) if isinstance(answer, bytes) else 8)
+            return answer
+
+        return call
+
+
+class NoFinder:
+    """Stands in for the threads of played agents that look for lost agents."""
+
+    def __init__(self, _peers: Any) -> None:
+        self.peer, self.lost = None, ""
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+
+def play_within_one_process(counts: Counter[str]) -> None:
+    """Let all agents of this process share a listening store, and results of reading equal texts."""
+    shared = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    swap = membership.__dict__
+    swap.update(TCPStore=lambda *_, **__: shared, PeerWatch=NoFinder, ReachSweep=NoFinder)
+    swap["connected"] = lambda peer, within_s: Counted(peers.connected(peer, within_s=within_s), counts)
+    agent_store.within = peers.within = lambda _seconds, do: do()
+    known: dict[Any, Any] = {}
+    loads, get, few = files.loads, agent_store.AgentStore._get, threading.Semaphore(4)
+
+    def shared_get(self: Any, key: str) -> str:
+        with few:
+            text = get(self, key)
+            return known.setdefault(text, text)
+
+    def shared_loads(kind: Any, text: str, source: str) -> Any:
+        with few:
+            if (kind, text) not in known:
+                known[kind, text] = loads(kind, text, source)
+        return known[kind, text]
+
+    agent_store.AgentStore._get, files.loads = shared_get, shared_loads
+
+
+@dataclass
+class Agent:
+    """One agent, played or real, phase by phase. It is also the controller of its warm-up."""
+
+    index: int
+    size: int
+    coordinator: Coordinator | None = None
+    measured_path: Path = Path("/nowhere")
+    warmup_deadline_s: float = 600.0
+
+    def join(self, store: Any) -> None:
+        """Exchange addresses with all agents."""
+        self.record = record(self.index)
+        self.membership = Membership(self.record.token, HERE, -1)
+        self.decision: Decision | None = None
+        self.membership.join(store, self.index, self.size)
+
+    def meet(self) -> None:
+        """Meet the other agents, and receive their decision."""
+        decide: Any = self.coordinator and self.coordinator.decide
+        self.decision, self.round = self.membership.meet(
+            self.record, self.decision, decide=decide, is_awaited=lambda: False
+        )
+        self.iteration = FirstIteration(self.round, proven=False)
+        self.start()
+        self.process = SimpleNamespace(pid=0, code=None)
+        self.process.poll = lambda: self.process.code
+        self.warmup = Warmup(self, self.round, self.decision, self.record.token)  # type: ignore[arg-type]
+
+    def start(self) -> None:
+        """Find the store of RANK 0."""
+        assert self.decision
+        if self.decision.place_of(self.record.token) == 0:
+            self.round.put(f"store/{self.decision.key}", "10.0.0.1 29500")
+        self.decision.ranks_of(self.record.token)
+        self.round.take(f"store/{self.decision.key}", what="the store of RANK 0", deadline_s=PEER_WAIT_S)
+
+    def watch_warmup(self) -> None:
+        """Look for the end of the warm-up."""
+        looks(lambda: self.warmup._is_over({0: self.process}))  # type: ignore[dict-item]
+
+    def end_warmup(self) -> None:
+        """End the worker, and wait for all nodes."""
+        self.process.code = 0
+        while not self.warmup._is_over({0: self.process}):  # type: ignore[dict-item]
+            time.sleep(LOOK_S)
+
+    def plan(self) -> None:
+        """Receive the plan."""
+        self.decision = self.warmup.following()
+
+    def after_warmup(self, decision: Decision, failure: str) -> Decision:
+        """Plan, as the controller of the first agent does."""
+        assert self.coordinator
+        return self.coordinator.after_warmup(decision, failure)
+
+    def look(self) -> bool:
+        """Look as torch's loop and the agent do during a training."""
+        self.iteration.share()
+        return self.round.is_over() or self.round.is_over()
+
+    def lose(self) -> None:
+        """Leave, or meet after others left."""
+        if self.index >= self.size - self.size // LOST_PART:
+            self.membership.say_leaving("its agent was told to end")
+            return
+        while not self.look():
+            time.sleep(LOOK_S)
+        self.meet()
+
+    def end(self) -> None:
+        """Wait for all nodes, and leave."""
+        if self.index < self.size - self.size // LOST_PART:
+            assert self.decision
+            await_all(self.round, "train", num_nodes=len(self.decision.tokens))
+            say_goodbye(self.round, holds_store=self.coordinator is not None)
+
+
+def looks(look: Callable[[], bool]) -> None:
+    """Look every LOOK_S for WATCH_S."""
+    ends_s = time.monotonic() + WATCH_S
+    while time.monotonic() < ends_s:
+        look()
+        time.sleep(LOOK_S)
+
+
+def steps(agent: Agent, store: Any) -> dict[str, Callable[[], Any]]:
+    """Return the phases of an agent by name."""
+    all_steps = (
+        lambda: agent.join(store), agent.meet, agent.watch_warmup, agent.end_warmup, agent.plan, agent.start,
+        lambda: looks(agent.look), agent.lose, agent.end,
+    )  # fmt: skip
+    return dict(zip(PHASES, all_steps, strict=True))
+
+
+# -- processes ----------------------------------------------------------------------------------------------------
+
+
+def first(size: int, names: Sequence[str], cache: Path, port: Any, barrier: Any, results: Any) -> None:
+    """Run the real first agent; its store and its decisions are the product's own."""
+    folder = Path(tempfile.mkdtemp(dir=cache))
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    coordinator = Coordinator(options(size, cache), folder, least_nodes=size // 2)
+    agent = Agent(0, size, coordinator)
+    barrier.wait()
+    port.value = store.port
+    barrier.wait()
+    phases = steps(agent, store)
+    for name in names:
+        barrier.wait()
+        before, began_s = os.times(), time.monotonic()
+        phases[name]()
+        mine_s = time.monotonic() - began_s
+        barrier.wait()
+        after = os.times()
+        decision = agent.decision
+        if name == "meet" and decision and decision.phase == "warmup":
+            measure(files.loads(WarmupOrder, decision.probe_options, "order"))
+        text = files.dumps(decision) if decision else ""
+        results.put({
+            "first": name, "first_s": mine_s, "cpu_s": after.user + after.system - before.user - before.system,
+            "files": len(list(Path("/proc/self/fd").iterdir())),
+            "decision": len(text), "phase": decision.phase if decision else "",
+        })  # fmt: skip
+    results.put({"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024})
+
+
+def player(size: int, names: Sequence[str], number: int, port: Any, barrier: Any, results: Any) -> None:
+    """Play a share of the agents, each in a thread."""
+    threading.stack_size(1 << 18)
+    counts: Counter[str] = Counter()
+    play_within_one_process(counts)
+    agents = [Agent(index, size) for index in range(1 + number, size, PLAYERS)]
+    errors: list[str] = []
+    barrier.wait()
+    barrier.wait()
+    stores = [TCPStore("localhost", port.value, is_master=False, wait_for_workers=False) for _ in agents]
+    phases = [steps(agent, Counted(store, counts)) for agent, store in zip(agents, stores, strict=True)]
+
+    def guarded(step: Callable[[], Any], ended: list[float]) -> None:
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001, the report counts it
+            errors.append(f"{type(error).__name__}: {error}"[:200])
+        ended.append(time.monotonic())
+
+    for name in names:
+        ended: list[float] = []
+        counts.clear()
+        threads = [threading.Thread(target=guarded, args=(phase[name], ended), daemon=True) for phase in phases]
+        barrier.wait()
+        began_s = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        took_s = max(ended) - began_s
+        results.put({"player": name, "last_s": took_s, **counts, "errors": errors[:1], "failed": len(errors)})
+        errors.clear()
+        barrier.wait()
+
+
+def run(size: int, cache: Path, names: Sequence[str] = PHASES) -> dict[str, Any]:
+    """Run one job of `size` agents, and return the figures by phase."""
+    # torch's store looks up the name of each client in the thread that serves all clients.
+    ctypes.CDLL(None)["__nss_configure_lookup"](b"hosts", b"files")
+    context = multiprocessing.get_context("fork")
+    port, barrier, results = context.Value("i", 0), context.Barrier(1 + PLAYERS), context.Queue()
+    processes = [context.Process(target=first, args=(size, names, cache, port, barrier, results))]
+    processes += [context.Process(target=player, args=(size, names, n, port, barrier, results)) for n in range(PLAYERS)]
+    for process in processes:
+        process.start()
+    found: dict[str, Any] = {name: defaultdict(float) for name in names}
+    for _ in range(len(names) * (1 + PLAYERS) + 1):
+        told = results.get(timeout=280)
+        if "peak" in told:
+            found["peak"] = told["peak"]
+        elif "first" in told:
+            found[told.pop("first")].update(told)
+        else:
+            row = found[told.pop("player")]
+            row["last_s"] = max(row["last_s"], told["last_s"])
+            row["errors"] = row["errors"] or told["errors"]
+            for key in ("messages", "bytes", "failed"):
+                row[key] += told.get(key, 0)
+    for process in processes:
+        process.join(20)
+        if process.is_alive():
+            process.kill()
+    return found
+
+
+# -- the report ---------------------------------------------------------------------------------------------------
+
+
+def exponent(points: Sequence[tuple[float, float]]) -> float:
+    """Return the exponent of growth, by least squares through the logarithms."""
+    x, y = np.log(np.array(points)).T
+    return float(np.polyfit(x, y, 1)[0])
+
+
+def table(found: dict[int, dict[str, Any]], names: Sequence[str]) -> Iterator[str]:
+    """Lines of markdown: one row for each phase and number of nodes, and the growth of each phase."""
+    yield "| phase | nodes | first agent | last agent | its CPU | messages | MB | failed |"
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|"
+    for name in names:
+        rows = {size: one[name] for size, one in found.items() if name in one}
+        for size, row in rows.items():
+            yield (
+                f"| {name} | {size:,} | {row['first_s']:.2f} s | {row['last_s']:.2f} s | {row['cpu_s']:.2f} s "
+                f"| {row['messages']:,.0f} | {row['bytes'] / 1e6:.1f} | {row['failed']:.0f} |"
+            )
+        if len(rows) > 1:
+            grows = (exponent([(n, max(row[key], 1e-3)) for n, row in rows.items()]) for key in GROWS)
+            first, last, cpu, messages, sent = (f"N^{one:.1f}" for one in grows)
+            yield f"| {name} | **growth** | {first} | {last} | {cpu} | {messages} | {sent} | |"
+
+
+def summary(found: dict[int, dict[str, Any]], names: Sequence[str]) -> Iterator[str]:
+    """Lines of markdown: memory, descriptors, decisions, and seconds without the watched phases, for each size."""
+    yield "| nodes | to the training | peak memory | descriptors | JSON of the decisions |"
+    yield "|--:|--:|--:|--:|---|"
+    for size, one in found.items():
+        start = sum(one[name]["last_s"] for name in names if name in STARTS)
+        decisions = ", ".join(f"{one[name]['phase']} {one[name]['decision'] / 1e6:.2f} MB" for name in names[1:2])
+        most = max(one[name]["files"] for name in names)
+        yield f"| {size:,} | {start:.1f} s | {one['peak'] / 2**20:.0f} MiB | {most:,} | {decisions} |"
+
+
+def conditions() -> str:
+    """Return the conditions of a run."""
+    return (
+        f"`python -m benchmarks.bench_scale` on {time.strftime('%Y-%m-%d')}: {processor()}, "
+        f"{len(os.sched_getaffinity(0))} cores for the first agent, {PLAYERS} processes that play the other agents, "
+        f"and other users of the machine (load average {os.getloadavg()[1]:.1f}); Python {platform.python_version()}, "
+        f"torch {torch.__version__}; loopback; names from /etc/hosts only."
+    )
+
+
+REMARKS = f"""Measured: a real first agent with the product's coordinator, search and store; all messages of all agents,
+each over a connection of its own. Played: agents share {PLAYERS} processes, read equal texts once in each process, and
+look for no lost agents. Memory contains the drawing of
+the measurements. Not run: torch's rendezvous, workers, measuring (its results are drawn), and a network.
+One agent in {LOST_PART} leaves in the phase `lose`, whose time contains a search for the remaining nodes. A watched
+phase lasts {WATCH_S:g} s; its messages are what the agents send in that time. MB count both directions.
+"""
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--nodes", default=",".join(map(str, NODES)), help="sizes, comma-separated")
+    parser.add_argument("--record", action="store_true", help="write the report into benchmarks/results")
+    args = parser.parse_args()
+    cold: dict[int, Any] = {}
+    cached: dict[int, Any] = {}
+    for size in map(int, args.nodes.split(",")):
+        with tempfile.TemporaryDirectory() as cache:
+            for found, names in ((cold, PHASES), (cached, CACHED)):
+                found[size] = run(size, Path(cache), names)
+                sys.stderr.write(f"{size} nodes: {dict(found[size])}\n")
+    parts = ["# Thousands of nodes by their messages", conditions(), REMARKS, WORDS]
+    for title, found, names in (("A cold start", cold, PHASES), ("A start from the cache", cached, CACHED)):
+        parts += [f"## {title}", "\n".join(summary(found, names)), "\n".join(table(found, names))]
+    text = "\n\n".join(parts) + "\n"
+    sys.stdout.write(text)
+    if args.record:
+        (RESULTS / "scale.md").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

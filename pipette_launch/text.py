@@ -80,6 +80,11 @@ def listed(words: Sequence[str], most: int) -> str:
     return ", ".join(words[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def joined(*sentences: str) -> str:
+    """Join the sentences that are not empty."""
+    return "; ".join(filter(None, sentences))
+
+
 def nearest_word(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return the known word with the spelling nearest to `word`, or an empty string.
 

@@ -15,6 +15,7 @@ FAULTS = (
     ("cost/memory/peak.py", "from pipette_launch.probe import run"),
     ("search/solve.py", "def planted():\n    import torch"),
     ("probe/run.py", "import megatron.core"),
+    ("launch/terminal.py", "import psutil"),
     ("launch/__init__.py", "from pipette_patches import registry"),
 )
 

@@ -30,7 +30,6 @@ from pipette_launch.launch.hosts import (
     in_held_order,
     in_order,
     in_order_of_links,
-    joined,
     notes_of,
     orders_hosts,
     unique_names,
@@ -43,6 +42,7 @@ from pipette_launch.planning.plan_key import plan_key
 from pipette_launch.planning.replan import UseFallback
 from pipette_launch.probe.health.verdicts import judge
 from pipette_launch.probe.messages import LinksOrder, WarmupOrder
+from pipette_launch.text import joined
 
 logger = logging.getLogger(__name__)
 

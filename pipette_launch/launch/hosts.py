@@ -19,7 +19,7 @@ from pipette_launch.facts.health import Verdict
 from pipette_launch.facts.messages import Decision, NodeRecord, best_left_out
 from pipette_launch.launch.options import OnSick, Options
 from pipette_launch.probe.health import inventory
-from pipette_launch.text import plural
+from pipette_launch.text import joined, plural
 
 logger = logging.getLogger(__name__)
 AS_TORCHRUN = "training with your own configuration as torchrun would"
@@ -153,11 +153,6 @@ def notes_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[str, 
     differ = (f"the NVIDIA drivers differ ({listed})",) if len(drivers) > 1 else ()
     own = (f"{name}: {note}" for record, name in zip(records, names, strict=True) for note in record.notes)
     return (*differ, *own)
-
-
-def joined(*sentences: str) -> str:
-    """Join the sentences that are not empty."""
-    return "; ".join(filter(None, sentences))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,10 +13,9 @@ from pipette_launch.facts import Choice, Job, Layout, Plan, Samples
 from pipette_launch.facts.cluster import in_device_order, is_in_device_order, shared_order
 from pipette_launch.facts.messages import Decision, Failure, TrialReport
 from pipette_launch.facts.plan import Trial, Trials
-from pipette_launch.launch.hosts import joined
 from pipette_launch.launch.options import Options, Script
 from pipette_launch.planning.replan import why_to_give_up
-from pipette_launch.text import seconds_text
+from pipette_launch.text import joined, seconds_text
 
 CHECKED = "all-gather and reduce-scatter of 1 to 64 MB returned every value in its place"
 

@@ -7,9 +7,8 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Plan
@@ -29,24 +28,17 @@ processes of a host by RANK, and take the host of each RANK from hosts.txt."""
 BY_NODE = {
     "ft_launcher": "with GROUP_RANK set to each host's place in the order of hosts",
     "ray": "in a framework that numbers the GPUs of one node after another, nodes in the order of hosts",
-    "kubernetes": "with PET_NODE_RANK set to each host's place in the order of hosts",
+    "kubernetes": "with PET_NODE_RANK set to each host's place in the order of hosts, and PET_MASTER_ADDR to the first",
 }
 """Ways to order whole hosts without rank.sh, for launchers that number the devices of one host after another."""
 TEMPLATES = Path(__file__).with_name("orders")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostRanks:
-    """Processes of one host, by the index that the launcher gives each process."""
+class HostRanks(NamedTuple):
+    """A host, and RANK and device of each of its processes by LOCAL_RANK."""
 
     host: str
     bound: tuple[DeviceBinding, ...]
-    """RANK and device of each process, by LOCAL_RANK."""
-
-    @property
-    def first_rank(self) -> int:
-        """Smallest RANK of the host."""
-        return min(one.rank for one in self.bound)
 
     @property
     def devices(self) -> list[int]:
@@ -54,14 +46,11 @@ class HostRanks:
         return [one.device for one in self.bound]
 
 
-def host_ranks(plan: Plan, placement: tuple[int, ...] | None = None) -> list[HostRanks]:
-    """Return the hosts by their smallest RANK, under the plan's placement or another placement on the plan's slots."""
-    size, ranks = plan.devices_per_host, placement or plan.chosen.placement
-    hosts = [
-        HostRanks(host=host, bound=bindings(ranks[index * size : (index + 1) * size]))
-        for index, host in enumerate(plan.hosts)
-    ]
-    return sorted(hosts, key=lambda one: one.first_rank)
+def host_ranks(plan: Plan, placement: tuple[int, ...]) -> list[HostRanks]:
+    """Return the hosts by their smallest RANK, under a placement on the plan's slots."""
+    size = plan.devices_per_host
+    rows = (placement[start : start + size] for start in range(0, len(placement), size))
+    return sorted(map(HostRanks, plan.hosts, map(bindings, rows)), key=lambda one: min(one.bound).rank)
 
 
 def by_host(plan: Plan) -> tuple[int, ...]:
@@ -87,7 +76,7 @@ def order_files(plan: Plan, target: Target, environment: dict[str, str]) -> dict
             f"host {odd[0]!r} of the plan: launchers need names of letters, digits, dots and dashes; measure with one "
             "launcher on each host and one name for each host"
         )
-    hosts = host_ranks(plan)
+    hosts = host_ranks(plan, plan.chosen.placement)
     found = {"rank.sh": _rank_script(plan, hosts, target, environment)}
     if target in SLOT:
         host_of = {one.rank: host.host for host in hosts for one in host.bound}
@@ -137,7 +126,7 @@ def command_words(plan: Plan, target: Target) -> str:
     """Return the command that starts the job; ARGS stands for the script's own arguments."""
     hosts, size, world = len(plan.hosts), plan.devices_per_host, len(plan.chosen.placement)
     script = shlex.quote(plan.setting.script if plan.setting else "SCRIPT")
-    job, meet = f"python {script} ARGS", f"{host_ranks(plan)[0].host}:29500"
+    job, meet = f"python {script} ARGS", f"{host_ranks(plan, plan.chosen.placement)[0].host}:29500"
     return {
         "ft_launcher": "# on each host\n"
         f"ft_launcher --nnodes {hosts} --nproc-per-node {size} --rdzv-backend c10d \\\n"
@@ -171,7 +160,7 @@ def order_screen(
         f"pipette order --for {target}",
         (
             ("Plan", [chosen_line(plan)]),
-            ("Hosts", _host_rows(plan, host_ranks(plan))),
+            ("Hosts", _host_rows(plan, host_ranks(plan, plan.chosen.placement))),
             ("Order", map(bullet, _order_words(plan, target, steps_s, unpriced))),
             ("By host", _host_rows(plan, host_ranks(plan, alone)) if shows_alone else ()),
         ),

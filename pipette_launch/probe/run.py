@@ -34,9 +34,9 @@ def main(arguments: Sequence[str]) -> int:
     started_s = time.perf_counter()
     progress: Progress | None = None
     try:
-        path, *only_links = arguments
+        path, *given = arguments
         place = worker_place(os.environ)
-        options: LinksOrder = files.read(Path(path), LinksOrder if only_links else WarmupOrder)
+        options: LinksOrder = files.read(Path(path), LinksOrder if given == [LinksOrder.KIND] else WarmupOrder)
         # Compute the local rank from RANK, because --virtual-local-rank sets LOCAL_RANK to 0 on every worker.
         local = place.rank % options.devices_per_host
         progress = Progress(

@@ -258,7 +258,7 @@ def orders_hosts(options: Options, num_hosts: int) -> bool:
 def in_order_of_links(bare: Decision, measured: Measurements, options: Options) -> Decision:
     """Order the hosts of a training without a plan by their links; the reason of the decision has the gain."""
     # Import the search only here, because a start with a cached plan does not search.
-    from pipette_launch.search.host_order import order_hosts
+    from pipette_launch.search.placement import order_hosts
 
     names, num_ranks = [host.name for host in measured.cluster.hosts], sum(bare.num_slots)
     given_H = np.array([names.index(host) for host in bare.hosts])

@@ -11,7 +11,7 @@ from facts_for_tests import tiny_cluster, tiny_measurements
 from pipette_launch.facts import Layout, Links, Measurements
 from pipette_launch.facts.layout import Floats, Ints
 from pipette_launch.facts.measurements import LinkSurvey
-from pipette_launch.search.host_order import order_hosts
+from pipette_launch.search.placement import order_hosts
 
 UNEVEN = ((0, 1, 4, 4), (1, 0, 4, 4), (4, 4, 0, 1), (4, 4, 1, 0))
 """Bandwidth between four hosts: the order of their numbers uses both slow links."""

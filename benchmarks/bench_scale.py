@@ -124,7 +124,6 @@ def measure(order: WarmupOrder) -> None:
             cluster=replace(found.cluster, hosts=order.hosts, imagined=None),
             survey=survey,
             model_digest=layers_digest(order.job.model),
-            conditions=tuple(order.conditions),
         ),
     )
 

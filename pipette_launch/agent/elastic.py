@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import sys
 import time
 from argparse import Namespace
@@ -42,6 +43,8 @@ from pipette_launch.facts.messages import Decision, Failure
 
 logger = logging.getLogger(__name__)
 
+OWN_FILES, AGENT_FILES = 256, 4
+"""Open files of a launcher without connections, and largest number of connections from another agent."""
 MONITOR = "FT_RANK_MONITOR_IPC_SOCKET"
 """Socket of the process by which NVIDIA's ft_launcher watches one worker."""
 
@@ -373,6 +376,7 @@ def run(
     rendezvous_handler.note_unknown_address(args.local_addr)
     conf = str(args.rdzv_conf or "")
     settings = rendezvous.settle(args, advice=advice)
+    allow_connections(settings.most_nodes, torchrun.determine_local_world_size(args.nproc_per_node))
     rendezvous_handler.await_store(settings)
     controller = make_controller(settings)
     agent: PipetteAgent | None = None
@@ -393,6 +397,19 @@ def run(
         _in_place_of(registry, "get_rendezvous_handler", _explaining(registry.get_rendezvous_handler, settings, conf)),
     ):
         torchrun.run(args)  # type: ignore[no-untyped-call]
+
+
+def allow_connections(num_nodes: int, num_workers: int) -> None:
+    """Raise the limit of open files: one agent may hold the connections of all agents and of all workers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = OWN_FILES + num_nodes * (AGENT_FILES + num_workers)
+    most = needed if hard == resource.RLIM_INFINITY else hard
+    if needed > most:
+        rendezvous_handler.say(
+            f"{num_nodes} nodes may need {needed} open files, but the limit is {most}; raise it with ulimit -Hn"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, most), hard))
 
 
 def drop_shared_monitor(environ: MutableMapping[str, str], *, num_workers: int) -> None:

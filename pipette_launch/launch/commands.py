@@ -15,7 +15,6 @@ from pipette_launch.agent.controller import WorkerCommand
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import ComputeCase, Host, Job, files, schedule
 from pipette_launch.facts.co_location import Domains
-from pipette_launch.facts.health import DeviceCondition
 from pipette_launch.facts.messages import Decision
 from pipette_launch.launch.cache import CLUSTER
 from pipette_launch.launch.options import Options
@@ -45,14 +44,12 @@ def probe_options(
     options: Options,
     folder: Path,
     known: Path | None,
-    conditions: Sequence[DeviceCondition],
     num_training: int,
 ) -> WarmupOrder:
     """Return the options of a warm-up; raises UsageError if the file of --pipette-probe cannot be written.
 
     The first worker leaves the measurements in `folder`, a private folder. `known` is the file of earlier measurements
-    on these hosts, which may be missing. `conditions` are the drivers' reports on the devices in slot order, empty if
-    unknown. `num_training` hosts will train, and the others stand by.
+    on these hosts, which may be missing. `num_training` hosts will train, and the others stand by.
     """
     if options.probe_to is not None:
         # Check before the warm-up that the file can be written, because an error later would lose the measurements.
@@ -82,7 +79,6 @@ def probe_options(
         adviser=(_python(), "-m", ADVISER, *map(str, (options.margin, options.memory_margin, options.seed))),
         known=str(known) if known and known.exists() else "",
         budget_s=options.budget_s,
-        conditions=tuple(conditions),
         # The training imports the megatron-core beside the script, so the warm-up must import the same megatron-core.
         script=script,
         script_arguments=options.script_arguments if script else (),

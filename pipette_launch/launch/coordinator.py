@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
@@ -40,7 +41,7 @@ from pipette_launch.launch.trials import TrialCoordinator, failed, needs_check, 
 from pipette_launch.planning import replan
 from pipette_launch.planning.plan_key import plan_key
 from pipette_launch.planning.replan import UseFallback
-from pipette_launch.probe.health.verdicts import judge
+from pipette_launch.probe.health.verdicts import faults_first, judge
 from pipette_launch.probe.messages import LinksOrder, WarmupOrder
 from pipette_launch.text import joined
 
@@ -519,7 +520,6 @@ class Coordinator:
             options=self.planner.options,
             folder=self._folder,
             known=None if is_whole else self.planner.machine_measurements(hosts).path,
-            conditions=[one for host in hosts for one in self._conditions.get(host.name, ())],
             num_training=len(hosts) - num_spares,
         )
         return replace(bare, phase="warmup", probe_options=files.dumps(order))
@@ -562,7 +562,7 @@ class Coordinator:
             links = files.loads(LinksOrder, decision.probe_options, "the order of the warm-up")
             if failure:
                 raise ProbeError(failure)
-            found = files.read(self._folder / CLUSTER, Measurements)
+            found = self._with_conditions(files.read(self._folder / CLUSTER, Measurements))
             return self._in_order(bare, self.planner.machine_measurements(links.hosts).kept(found))
 
         def weigh() -> Decision:
@@ -579,6 +579,13 @@ class Coordinator:
             return self._plan(bare, order.hosts, order.job, measurements)
 
         return self._guarded(bare, weigh_links if decision.only_links else weigh)
+
+    def _with_conditions(self, found: Measurements) -> Measurements:
+        """Add the drivers' reports and their verdicts. The workers of a warm-up do not need these long reports."""
+        hosts = found.cluster.hosts
+        conditions = [self._conditions.get(host.name, ()) for host in hosts]
+        verdicts = faults_first([*judge(hosts, conditions), *found.verdicts])
+        return replace(found, conditions=tuple(chain.from_iterable(conditions)), verdicts=verdicts)
 
     def _plan(self, bare: Decision, hosts: tuple[Host, ...], job: Job, measurements: Measurements) -> Decision:
         """Plan for the measured hosts, without spares and without hosts that the warm-up found sick."""

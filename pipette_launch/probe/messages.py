@@ -17,7 +17,6 @@ from pipette_launch.defaults import SIGN_S, START_S, WARMUP_BUDGET_S, WORKER_WAI
 from pipette_launch.errors import FactError, PipetteError
 from pipette_launch.facts import ComputeCase, ComputeTime, Device, Host, Job, LoadingTime, Samples, StageReading, files
 from pipette_launch.facts.cluster import HostsOfJob
-from pipette_launch.facts.health import DeviceCondition
 from pipette_launch.facts.measurements import CollectiveKind, DeviceOverhead, MemoryReading
 from pipette_launch.facts.messages import Dimension
 from pipette_launch.probe.health.nvml import LoadReading
@@ -70,8 +69,6 @@ class LinksOrder(HostsOfJob):
     """Number of timed messages or collectives of each size."""
     warmups: int = 1
     """Number of untimed messages or collectives of each size, sent first."""
-    conditions: tuple[DeviceCondition, ...] = ()
-    """The driver's report on each device, in slot order; empty = unknown."""
 
     def __post_init__(self) -> None:
         if not self.hosts or len({len(host.devices) for host in self.hosts}) != 1:

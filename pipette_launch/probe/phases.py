@@ -44,7 +44,7 @@ from pipette_launch.facts.messages import Advice, Dimension, MeasuringQuestion, 
 from pipette_launch.probe.compute.benches import LayerBench, StageBench
 from pipette_launch.probe.compute.slot_speeds import Speeds, factors, on_the_wall, speeds
 from pipette_launch.probe.health import inventory
-from pipette_launch.probe.health.verdicts import device_verdicts, faults_first, judge, link_verdicts
+from pipette_launch.probe.health.verdicts import device_verdicts, faults_first, link_verdicts
 from pipette_launch.probe.links import collectives, pairs
 from pipette_launch.probe.links.fits import EarlierLinks, FoundLinks, LinkBook, found_links, group_times, host_fits
 from pipette_launch.probe.links.selection import (
@@ -480,21 +480,18 @@ def assemble(
         phase_s={phase: max(result.phase_s.get(phase, 0.0) for result in results) for phase in PHASES},
         notes=(*notes, *links.notes, *_compute_notes(options, compute, missing), *_load_notes(results), *found.notes),
         survey=links.survey,
-        conditions=options.conditions,
         verdicts=_verdicts(options, links, found),
     )
 
 
 def _verdicts(options: WarmupOrder, links: FoundLinks, found: Speeds) -> tuple[Verdict, ...]:
-    """Return the verdicts on devices, by driver reports and speeds, and on links, by two measurements."""
-    first_HH, size = links.first_HH, options.devices_per_host
-    conditions = [options.conditions[first : first + size] for first in range(0, options.num_slots, size)]
+    """Return the verdicts on devices, by their speeds, and on links, by two measurements."""
+    first_HH = links.first_HH
     if links.survey is not None:
         # An unstable link gets no verdict.
         first_HH = np.where(links.survey.spread_HH > UNSTABLE_SPREAD, np.nan, first_HH)
     return faults_first(
         [
-            *judge(options.hosts, conditions),
             *link_verdicts([host.name for host in options.hosts], first_HH, links.again_HH),
             *device_verdicts(options.hosts, found.slow),
         ]

@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from pipette_launch.agent import elastic
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 pytestmark = pytest.mark.processes
@@ -345,3 +347,20 @@ def test_what_a_killed_worker_had_started_ends_with_it(tmp_path: Path) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         # Where nobody collects it, it stays as a name.
         assert psutil.STATUS_ZOMBIE == psutil.Process(int(child.name.partition("-")[2])).status()
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"), [((1024, 20000), 12544), ((1024, 2000), 2000), ((16000, 20000), 16000)]
+)
+def test_a_large_job_may_open_more_files(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], limits: tuple[int, int], expected: int
+) -> None:
+    """The soft limit rises to the need of 1,024 nodes, at most to the hard limit, which a line then names."""
+    now = [limits]
+    monkeypatch.setattr(elastic.resource, "getrlimit", lambda _: now[-1])
+    monkeypatch.setattr(elastic.resource, "setrlimit", lambda _, wanted: now.append(wanted))
+
+    elastic.allow_connections(1024, 8)
+
+    assert (expected, limits[1]) == now[-1]
+    assert ("may need 12544 open files" in capsys.readouterr().err) == (limits[1] < 12544)

@@ -58,7 +58,7 @@ def test_a_file_that_cannot_be_written_stops_before_the_warm_up() -> None:
     )
 
     with pytest.raises(UsageError, match="--pipette-probe /dev/null/x: cannot be written"):
-        probe_options(tiny_job(1), (), options=options, folder=Path(), known=None, conditions=(), num_training=0)
+        probe_options(tiny_job(1), (), options=options, folder=Path(), known=None, num_training=0)
 
 
 NOWHERE = Path("/nowhere")

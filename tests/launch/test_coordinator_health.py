@@ -35,8 +35,9 @@ def measured(one: Coordinator, warmup: Decision, *verdicts: Verdict) -> Decision
     return one.after_warmup(warmup, "")
 
 
-def test_what_the_drivers_told_goes_with_the_orders(tmp_path: Path) -> None:
-    """Conditions are in slot order, hosts on standby are missing, and devices are compared with their peers."""
+@pytest.mark.parametrize(("on_sick", "on_standby"), [("exclude", ("node1",)), ("warn", ())])
+def test_what_the_drivers_told_goes_on_file(tmp_path: Path, on_sick: str, on_standby: tuple[str, ...]) -> None:
+    """Conditions are in slot order without hosts on standby, and their faults are verdicts of the measurements."""
     told = [
         replace(
             record,
@@ -46,15 +47,17 @@ def test_what_the_drivers_told_goes_with_the_orders(tmp_path: Path) -> None:
         )
         for node, record in enumerate(records(3))
     ]
-    asked = options("--global-batch-size", "24", on_sick="exclude")
-    decision = Coordinator(asked, tmp_path, least_nodes=2).decide(told, None)
-    orders = files.loads(WarmupOrder, decision.probe_options, "orders")
+    one = Coordinator(options("--global-batch-size", "24", on_sick=on_sick), tmp_path, least_nodes=2)
+    decision = one.decide(told, None)
+    measured(one, decision)
+    found = one.planner.measurements
 
-    assert ("node1",) == decision.standby_hosts
+    assert on_standby == decision.standby_hosts
     assert "a faulty row of its memory could not be replaced" in decision.reason
-    assert ["token-node0-0", "token-node0-1", "token-node2-0", "token-node2-1"] == [
-        condition.uuid for condition in orders.conditions
-    ]
+    assert found is not None
+    hosts = [host for host in ("node0", "node1", "node2") if host not in on_standby]
+    assert [f"token-{host}-{slot}" for host in hosts for slot in range(2)] == [one.uuid for one in found.conditions]
+    assert [host for host in hosts if host == "node1"] == [verdict.host for verdict in found.verdicts]
 
 
 def test_a_sick_node_takes_no_part_and_its_job_is_found_again(tmp_path: Path) -> None:

@@ -562,7 +562,7 @@ class Coordinator:
             links = files.loads(LinksOrder, decision.probe_options, "the order of the warm-up")
             if failure:
                 raise ProbeError(failure)
-            found = self._with_conditions(files.read(self._folder / CLUSTER, Measurements))
+            found = files.read(self._folder / CLUSTER, Measurements)
             return self._in_order(bare, self.planner.machine_measurements(links.hosts).kept(found))
 
         def weigh() -> Decision:
@@ -570,7 +570,7 @@ class Coordinator:
             self.planner.job = order.job
             if failure:
                 raise ProbeError(failure)
-            found = files.read(self._folder / CLUSTER, Measurements)
+            found = self._with_conditions(files.read(self._folder / CLUSTER, Measurements))
             measurements = self.planner.machine_measurements(order.hosts).kept(found)
             if self._options.probe_to is not None:
                 self.planner.measurements = measurements

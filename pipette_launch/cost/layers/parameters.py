@@ -195,12 +195,23 @@ def dummy_gradient_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
     if not fused or job.release < _FIRST_DUMMY_RELEASE:
         return 0
     counts_experts = job.release >= _FIRST_GROUPED_DUMMY or not options.moe_grouped_gemm
-    blocks = [block for kind in {*model.layer_kinds} for block in blocks_of(model, layout, kind)]
-    products = (product for block in blocks for product in block.loads(job).forward.products)
-    shapes = {(int(one.n), int(one.k)) for one in products if one.is_linear and (counts_experts or not one.is_routed)}
+    shapes = _matrix_shapes(job, layout.tp, layout.cp, layout.ep, layout.etp, counts_experts=counts_experts)
     if has_head:
-        shapes.add((model.padded_vocab_size(layout.tp) // layout.tp, model.hidden_size))
+        shapes |= {(model.padded_vocab_size(layout.tp) // layout.tp, model.hidden_size)}
     return model.dtype_bytes * sum(rows * columns for rows, columns in shapes)
+
+
+@lru_cache(maxsize=1024)
+def _matrix_shapes(
+    job: Job, tp: int, cp: int, ep: int, etp: int, *, counts_experts: bool
+) -> frozenset[tuple[int, int]]:
+    """Return the shapes of a rank's matrices, which depend only on these degrees."""
+    layout = Layout(tp=tp, cp=cp, ep=ep, etp=etp, dp=ep * etp)
+    blocks = [block for kind in {*job.model.layer_kinds} for block in blocks_of(job.model, layout, kind)]
+    products = (product for block in blocks for product in block.loads(job).forward.products)
+    return frozenset(
+        (int(one.n), int(one.k)) for one in products if one.is_linear and (counts_experts or not one.is_routed)
+    )
 
 
 class Sharding(NamedTuple):

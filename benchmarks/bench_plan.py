@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.plan_machines import DEVICES_PER_HOST, SEED, TIERS, WORDS, job_of, measured
 from benchmarks.telling import processor
+from pipette_launch.defaults import TOP
 from pipette_launch.facts import Plan, Provenance
 from pipette_launch.search.solve import SolveOptions, solve
 
@@ -128,7 +129,7 @@ def run_one(hosts: int, budget_s: float) -> Row:
     plan = solve(
         job,
         machines,
-        options=SolveOptions(budget_s=budget_s, seed=SEED),
+        options=SolveOptions(budget_s=budget_s, seed=SEED, num_ranked=TOP),
         clock=time.monotonic,
         provenance=Provenance(key="bench", made_at="", versions={}, source="measured"),
     )

@@ -24,6 +24,8 @@ SPARES = 0
 """`--pipette-spares`: number of further nodes that are measured and then wait to replace lost nodes."""
 WATCH_LIMIT = 0.3
 """`--pipette-watch-limit`: relative slowdown of training steps at which the launcher prints a warning."""
+TOP = 10
+"""`--top`: number of sets of parallel degrees in a plan's ranked list."""
 SEED = 0
 """`--seed` of `pipette plan`, and of the launcher's own search."""
 

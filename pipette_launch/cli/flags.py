@@ -18,7 +18,7 @@ EXAMPLE_ARGS = (
 )
 """Script flags of a GPT with 7 billion parameters, for the examples of help texts."""
 EXIT_CODES = "0 the command printed an answer; 1 it found no answer; 2 the command line or a file is wrong"
-OTHER_NAMES = {"device_kind": "device", "budget_s": "budget"}
+OTHER_NAMES = {"device_kind": "device", "budget_s": "budget", "num_ranked": "top"}
 """Flag of each Python option whose name differs from the flag's name."""
 
 

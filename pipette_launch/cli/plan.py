@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipette_launch.cli import flags
 from pipette_launch.cli.flags import Subcommand
+from pipette_launch.defaults import TOP
 from pipette_launch.errors import PipetteError
 from pipette_launch.text import printable
 
@@ -25,7 +26,11 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
     flags.add_reading_flags(parser)
     text = "write the plan to this file, for --pipette-plan and `pipette compare`, and a report beside it"
     parser.add_argument("--out", metavar="FILE", type=Path, help=text)
-    parser.add_argument("--json", action="store_true", help="print the plan's document instead of a screen")
+    text = f"layouts of the ranked list, the best of each set of degrees (default: {TOP} in files, fewer on the screen)"
+    parser.add_argument("--top", metavar="N", type=int, help=text)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print the plan's document instead of a screen")
+    form.add_argument("--csv", action="store_true", help="print the ranked list and the front as CSV")
     detail = parser.add_mutually_exclusive_group()
     detail.add_argument("-q", "--quiet", action="store_true", help="print one line with the choice and its saving")
     detail.add_argument("-v", "--verbose", action="store_true", help="print the whole screen, with all notes")
@@ -36,9 +41,10 @@ def _plan(args: Namespace) -> int:
     from pipette_launch.facts import files
     from pipette_launch.launch.terminal import ProgressLine, ticking
     from pipette_launch.planning.plan import PlanRequest, read_problem, search_plan
-    from pipette_launch.report.plan import chosen_line, plan_file_screen
+    from pipette_launch.report.plan import chosen_line, plan_file_screen, ranked_csv
 
     given = {name: value for name, value in vars(args).items() if name in PlanRequest.__slots__}
+    given["top"] = TOP if args.top is None else args.top
     request = PlanRequest(**{**given, "arguments": tuple(args.arguments)})
     problem = read_problem(request)
     if args.out is not None:
@@ -50,10 +56,13 @@ def _plan(args: Namespace) -> int:
     page = None if args.out is None else _write_plan(args.out, plan, problem)
     if args.json:
         sys.stdout.write(f"{files.dumps(plan)}\n")
+    elif args.csv:
+        sys.stdout.write(ranked_csv(plan))
     elif args.quiet:
         sys.stdout.write(f"{chosen_line(plan)}\n")
     else:
-        screen = plan_file_screen(plan, title="pipette plan", saved_to=args.out, drawn_to=page, is_whole=args.verbose)
+        title, whole = "pipette plan", args.verbose
+        screen = plan_file_screen(plan, title=title, saved_to=args.out, drawn_to=page, is_whole=whole, top=args.top)
         sys.stdout.write(screen)
     return 0
 

@@ -18,6 +18,9 @@ from pipette_launch.facts.measurements import MemoryNeed, Samples
 from pipette_launch.facts.schedule import ScheduleFile
 from pipette_launch.text import bytes_text
 
+MOST_RANKED = 200
+"""Largest number of layouts in the ranked list of a plan, and of layouts on its front."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
@@ -130,6 +133,8 @@ class Choice:
     """Passes of each pipeline rank, for schedules that the patch `schedules` runs."""
     is_order_checked: bool = field(default=False, metadata=ADDED_LATER)
     """True if a test of NCCL on these hosts' GPUs, in the order of `placement`, returned correct values."""
+    new_arguments: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
+    """Arguments of the script with this layout, for alternatives. `Setting` has the chosen and the user's own ones."""
 
     def __post_init__(self) -> None:
         size = self.layout.world_size
@@ -157,6 +162,51 @@ class Choice:
     def is_host_order(self) -> bool:
         """True if the placement is torchrun's order of ranks."""
         return self.placement == tuple(range(len(self.placement)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranked:
+    """One layout of the ranked list or of the front, without a placement."""
+
+    layout: Layout
+    step_time_s: float
+    """Predicted step time in the best placement that a short search found. With `is_bound`, a lower bound."""
+    is_bound: bool
+    """True if the layout was not priced, so that `step_time_s` is a lower bound for all placements."""
+    need_bytes: int
+    """Memory of the fullest device with all overhead."""
+    rate: Rate | None
+    """Speed at `step_time_s`."""
+    breakdown_s: dict[str, float]
+    """Parts of the step time by name. Empty for a bound, and for layouts that are only on the front."""
+    new_arguments: tuple[str, ...] = ()
+    """Arguments of the script with this layout."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "step_time_s", limit=0, above=True)
+        check_numbers(self, "need_bytes")
+
+    @classmethod
+    def of(cls, choice: Choice) -> Ranked:
+        """Return the figures of a choice."""
+        return cls(
+            layout=choice.layout,
+            step_time_s=choice.step_time_s,
+            is_bound=False,
+            need_bytes=max(choice.memory_shown.need_bytes),
+            rate=choice.rate,
+            breakdown_s=choice.breakdown_s,
+            new_arguments=choice.new_arguments,
+        )
+
+    @property
+    def limited_by(self) -> tuple[str, float] | None:
+        """Longest part of the step beside compute, and its share of the step. None = the parts are unknown."""
+        parts_s = {name: part_s for name, part_s in self.breakdown_s.items() if name != "compute"}
+        if not parts_s:
+            return None
+        name = max(parts_s, key=lambda one: parts_s[one])
+        return name.replace("_", " "), parts_s[name] / self.step_time_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,12 +286,19 @@ class Plan:
     """Fallback plans, which have no fallback plans themselves, beginning with the most hosts."""
     other_hosts: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
     """Hosts without ranks in this plan that may replace a lost host: spares, and lost hosts that may return."""
+    ranked: tuple[Ranked, ...] = field(default=(), metadata=ADDED_LATER)
+    """Best layout found for each of the fastest sets of parallel degrees: the chosen layout, then by step time."""
+    front: tuple[Ranked, ...] = field(default=(), metadata=ADDED_LATER)
+    """Layouts by rising memory, each faster than all priced layouts with less memory."""
 
     def __post_init__(self) -> None:
         slots = len(self.hosts) * self.devices_per_host
-        for choice in (self.chosen, *self.alternatives, self.own):
-            if choice.layout.world_size != slots:
-                raise FactError(f"a layout of {choice.layout.world_size} ranks for {slots} slots")
+        choices = (self.chosen, *self.alternatives, self.own)
+        for layout in (*(one.layout for one in choices), *(one.layout for one in (*self.ranked, *self.front))):
+            if layout.world_size != slots:
+                raise FactError(f"a layout of {layout.world_size} ranks for {slots} slots")
+        if max(len(self.ranked), len(self.front)) > MOST_RANKED:
+            raise FactError(f"ranked and front have at most {MOST_RANKED} layouts each")
         sizes = [len(one.hosts) for one in (self, *self.templates)]
         if len(set(sizes)) < len(sizes):
             raise FactError(f"a plan and its fallback plans need different numbers of hosts, got {sizes}")

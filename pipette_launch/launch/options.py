@@ -107,6 +107,7 @@ class Options:
             budget_s=min(self.budget_s, defaults.SEARCH_BUDGET_S),
             seed=self.seed,
             schedules=self.schedules if self.runs_python else (),
+            num_ranked=defaults.TOP,
         )
         return replace(usual, num_alternatives=max(usual.num_alternatives, self.trials))
 

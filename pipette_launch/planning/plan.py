@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +17,7 @@ from pipette_launch import megatron
 from pipette_launch.cost.compute.carried_over import with_extrapolated_times
 from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.learned import NOTHING_LEARNED, Corrections, corrections_from
-from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEARCH_BUDGET_S, SEED
+from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEARCH_BUDGET_S, SEED, TOP
 from pipette_launch.errors import OptionError
 from pipette_launch.facts import Choice, Job, Layout, Measurements, Plan, Provenance, Setting
 from pipette_launch.facts.co_location import Domains
@@ -57,6 +58,8 @@ class PlanRequest:
     budget_s: float = SEARCH_BUDGET_S
     """Limit of the search in processor seconds."""
     seed: int = SEED
+    top: int = TOP
+    """Number of sets of degrees in the ranked list."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +174,7 @@ def search_plan(problem: PlanProblem) -> Plan:
             budget_s=request.budget_s,
             seed=request.seed,
             schedules=schedules,
+            num_ranked=request.top,
         ),
         # The budget counts processor time, so that other work on this machine does not end the search sooner.
         clock=time.process_time,
@@ -218,15 +222,20 @@ def with_setting(
     machines: str,
     network: str = "",
 ) -> Plan:
-    """Store job and machines in the plan, so that the plan file can be shown and compared without other files.
+    """Store job, machines and flags in the plan, so that the plan file can be shown and compared without other files.
 
     `machines` is the source of the machines' figures, and `network` the network between imagined hosts, in a few words.
     """
     cluster = measurements.cluster
+
+    @cache
+    def with_layout(layout: Layout) -> tuple[str, ...]:
+        return megatron.write_arguments(arguments, job=job, layout=layout)
+
     setting = Setting(
         script=script,
         arguments=tuple(arguments),
-        new_arguments=megatron.write_arguments(arguments, job=job, layout=plan.chosen.layout),
+        new_arguments=with_layout(plan.chosen.layout),
         num_parameters=sum(part.count for part in stage_parameters(job.model, Layout())),
         global_batch_size=job.batch.global_batch_size,
         seq_length=job.model.seq_length,
@@ -235,7 +244,12 @@ def with_setting(
         machines=machines,
         network=network,
     )
-    return replace(plan, setting=setting)
+    ranked, front = (
+        tuple(replace(one, new_arguments=with_layout(one.layout)) for one in several)
+        for several in (plan.ranked, plan.front)
+    )
+    alternatives = tuple(replace(one, new_arguments=with_layout(one.layout)) for one in plan.alternatives)
+    return replace(plan, setting=setting, alternatives=alternatives, ranked=ranked, front=front)
 
 
 def _measurements(machines: TargetMachines, job: Job) -> Measurements:

@@ -6,13 +6,19 @@ can act are shown. A short screen counts the omitted notes and names the file or
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
+import re
+import shlex
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
-from pipette_launch.facts import Choice, Measurements, Plan
+from pipette_launch.facts import Choice, Layout, Measurements, Plan
 from pipette_launch.facts.outcome import Outcome
+from pipette_launch.facts.plan import Ranked
 from pipette_launch.report.measured import MOST_VERDICTS, health, what_the_plan_rests_on
 from pipette_launch.report.screen import (
     INDENT,
@@ -23,6 +29,7 @@ from pipette_launch.report.screen import (
     bar,
     breakdown,
     bullet,
+    changed_flags,
     columns,
     flag_lines,
     grid,
@@ -45,6 +52,27 @@ LISTINGS = ((6, True), (5, True), (4, True), (4, False), (3, False), (2, False),
 """Variants of a short screen, the fullest first: (most lines of a listing, whether empty lines separate sections)."""
 MOST_HOST_LINES, SHORT_HOST_LINES = 12, 3
 HOST_GAP = 3
+RANKED_ROWS = 10
+WIDE = 85
+"""Least width in columns of a table with the longer step and whole names of the parts."""
+SHORT_PARTS = {
+    "tensor parallel": "tp",
+    "context parallel": "cp",
+    "expert parallel": "ep",
+    "pipeline transfer": "pp",
+    "data parallel": "dp",
+    "embedding gradients": "embedding",
+    "parameter gather": "gather",
+}
+"""Names of a step's parts in narrow tables."""
+DEGREES = ("tp", "pp", "dp", "cp", "ep")
+WORD = re.compile(r"seq-par|dist-opt|mtp-apart|[a-z]+")
+"""Name in a word of a layout, without the value: `vpp` of `vpp4`, `recompute` of `recompute-full`."""
+CHART_ROWS, LEAST_CHART_WIDTH, MOST_CHART_WIDTH = 8, 40, 72
+MARKS = (("X", "chosen"), ("y", "yours"), ("o", "front"), ("+", "best of its degrees"))
+"""Marks of the chart, the most important first, and their meanings."""
+CHART_LINES, CHART_WIDTH = 11, 96
+"""A short screen on a terminal has a chart if the terminal has this number of further lines and of columns."""
 LEAST_ROWS = 2
 """Least number of rows of a listing: the chosen configuration and the user's own configuration."""
 MOST_REASONS = 5
@@ -89,11 +117,22 @@ def plan_screen(
 
 
 def plan_file_screen(
-    plan: Plan, *, title: str, saved_to: Path | None, drawn_to: Path | None = None, is_whole: bool = True
+    plan: Plan,
+    *,
+    title: str,
+    saved_to: Path | None,
+    drawn_to: Path | None = None,
+    is_whole: bool = True,
+    top: int | None = None,
 ) -> str:
-    """Draw the screen of a plan file, with job and machines; `saved_to` and `drawn_to` are as in `plan_screen`."""
+    """Draw the screen of a plan file, with job and machines; `saved_to` and `drawn_to` are as in `plan_screen`.
+
+    `top` has the rows of the ranked list; None for as many as the screen has room for.
+    """
     setting, wide = plan.setting, columns(sys.stdout)
     where = _where(saved_to, drawn_to, otherwise="-v shows them, --out FILE keeps them")
+    height = shutil.get_terminal_size((80, 24)).lines - 1 if sys.stdout.isatty() else 0
+    has_chart = is_whole or (wide >= CHART_WIDTH and height >= MOST_LINES + CHART_LINES)
 
     def draw(most: int, has_gaps: bool) -> str:
         # A short screen omits the changes of flags, because the flags to paste below the frame show the same changes.
@@ -101,7 +140,7 @@ def plan_file_screen(
         sections: tuple[Section, ...] = (
             ("Job", _job(plan)),
             ("Machines", _machines(plan)),
-            *_choice(plan, wide - INDENT, most),
+            *_choice(plan, wide - INDENT, most, top=top or min(most, RANKED_ROWS), has_chart=has_chart),
             ("Flags", flag_lines(setting.arguments, setting.new_arguments) if setting and shows_flags else ()),
             ("Dropped", _dropped(plan) if is_whole else ()),
             ("Notes", _notes(plan, where, most, counts_dropped=not is_whole)),
@@ -113,15 +152,15 @@ def plan_file_screen(
         pasted = paste_text(setting.arguments, setting.new_arguments, width=0 if is_whole else wide)
         return drawn + pasted + schedule_words(plan)
 
-    return _fitted(draw, is_whole=is_whole)
+    return _fitted(draw, is_whole=is_whole, most_lines=height if has_chart else MOST_LINES)
 
 
-def _fitted(draw: Callable[[int, bool], str], *, is_whole: bool) -> str:
-    """Draw the whole screen, or the fullest short screen of at most MOST_LINES lines."""
+def _fitted(draw: Callable[[int, bool], str], *, is_whole: bool, most_lines: int = MOST_LINES) -> str:
+    """Draw the whole screen, or the fullest short screen of at most `most_lines` lines."""
     drawn = ""
     for most, has_gaps in ((WHOLE, True),) if is_whole else LISTINGS:
         drawn = draw(most, has_gaps)
-        if drawn.count("\n") <= MOST_LINES:
+        if drawn.count("\n") <= most_lines:
             break
     return drawn
 
@@ -186,16 +225,21 @@ def rank_ranges(ranks: Sequence[int]) -> str:
     return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs)
 
 
-def _choice(plan: Plan, width: int, most: int) -> tuple[Section, ...]:
-    """Return the sections on choice and reasons, which the launcher's screen and the screen of a plan file share."""
+def _choice(plan: Plan, width: int, most: int, *, top: int = 0, has_chart: bool = False) -> tuple[Section, ...]:
+    """Return the sections on choice and reasons, which the launcher's screen and the screen of a plan file share.
+
+    With `top`, a plan with a ranked list shows `top` rows of the list instead of step times.
+    """
     reasons = plan.reasons
     # Other listings are cut before the reasons, because reasons matter most to a reader.
     if len(reasons) > most + 1:
         # The last reason states the gap between the plan and the lower bound.
         reasons = (*reasons[:most], *(reasons[-1:] if most > 1 else ()))
+    is_ranked = bool(top and plan.ranked) and plan.trials is None
     return (
         ("Chosen", _chosen(plan, width, most)),
-        ("Step time", _step_times(plan, most)),
+        ("Ranked", ranked_table(plan, width, top)) if is_ranked else ("Step time", _step_times(plan, most)),
+        ("Front", chart(plan, width) if is_ranked and has_chart else ()),
         ("Trials", _trials(plan, most)),
         ("Why", map(bullet, reasons)),
         ("Memory", _memory(plan.chosen, most)),
@@ -370,3 +414,118 @@ def _notes(plan: Plan, where: str, most: int, *, counts_dropped: bool = True) ->
     rest = len(notes) - len(shown)
     if rest:
         yield text(f"{rest} {'more ' if shown else ''}{plural('note', rest)} on what was assumed; {where}", "dim")
+
+
+def difference(layout: Layout, first: Layout) -> str:
+    """Return the degrees of a layout, and the words in which the layout differs from the first one."""
+    if layout == first:
+        return layout.words()
+    before = first.words().split()
+    words = [word for word in layout.words().split() if word not in before or _name(word) in DEGREES]
+    missing = {_name(word) for word in before} - {_name(word) for word in layout.words().split()}
+    gone = dict.fromkeys(name for name in map(_name, before) if name in missing and name not in DEGREES)
+    return " ".join([*words, *(f"no {name}" for name in gone)])
+
+
+def ranked_table(plan: Plan, width: int, most: int) -> Iterator[Line]:
+    """Return a table with the first `most` layouts of the ranked list, and the user's own configuration."""
+    first, is_wide = plan.ranked[0], width >= WIDE
+    heads = ["", "step", *(["longer"] if is_wide else []), "memory", "MFU", "limited by" if is_wide else "limit", ""]
+    rows: list[tuple[Line, ...]] = [tuple(text(head, "dim") for head in heads)]
+    shown = [(str(place), one, difference(one.layout, first.layout)) for place, one in enumerate(plan.ranked[:most], 1)]
+    if not plan.own_fault and plan.own.layout not in {one.layout for _, one, _ in shown}:
+        shown.append(("", Ranked.of(plan.own), plan.own.layout.words() + ("" if plan.own.fits else ", too large")))
+    for place, one, words in shown:
+        step, *others = figures(one, is_short=not is_wide)
+        share = round(one.step_time_s / first.step_time_s - 1, 3)
+        longer = [f"{share:+.1%}" if share else ""] if is_wide else []
+        is_own = one.layout == plan.own.layout and not plan.own_fault
+        style = "green" if one.layout == plan.chosen.layout else "default"
+        cells = (place, step, *longer, *others, f"yours: {words}" if is_own else words)
+        rows.append(tuple(text(cell, style) for cell in cells))
+    yield grid("rr" + "r" * is_wide + "rrlw", rows)
+    if len(plan.ranked) > most:
+        yield text(f"{len(plan.ranked) - most} more; pipette plan --top N shows N", "dim")
+
+
+def figures(one: Ranked, *, is_short: bool = False) -> tuple[str, str, str, str]:
+    """Return step time, memory, MFU and the longest part beside compute, in words. A bound is marked by `≥`."""
+    mfu = "" if one.rate is None or one.rate.mfu is None else f"{one.rate.mfu:.0%}"
+    limit = ""
+    if one.limited_by is not None:
+        name, share = one.limited_by
+        limit = f"{SHORT_PARTS.get(name, name) if is_short else name} {share:.0%}"
+    at_least = "≥ " if one.is_bound else ""
+    return f"{at_least}{seconds_text(one.step_time_s)}", bytes_text(one.need_bytes), mfu, limit
+
+
+def chart(plan: Plan, width: int) -> Iterator[Line]:
+    """Draw memory of the fullest device against step time, as characters. Several layouts can share a character."""
+    own = [] if plan.own_fault or plan.keeps_own or not plan.own.fits else [Ranked.of(plan.own)]
+    marked = (("+", plan.ranked), ("o", plan.front), ("y", own), ("X", [Ranked.of(plan.chosen)]))
+    points = [
+        (one.step_time_s, one.need_bytes, mark) for mark, several in marked for one in several if not one.is_bound
+    ]
+    times, sizes = [one[0] for one in points], [one[1] for one in points]
+    label = max(len(bytes_text(size)) for size in sizes)
+    cells = min(width - label - 2, MOST_CHART_WIDTH)
+    if cells < LEAST_CHART_WIDTH or len(plan.front) < 2 or max(times) == min(times):
+        return
+    rows = [[" "] * cells for _ in range(CHART_ROWS)]
+    for time_s, size, mark in points:
+        across = round((time_s - min(times)) / (max(times) - min(times)) * (cells - 1))
+        down = round((max(sizes) - size) / max(max(sizes) - min(sizes), 1) * (CHART_ROWS - 1))
+        rows[down][across] = mark
+    names = {0: bytes_text(max(sizes)), CHART_ROWS - 1: bytes_text(min(sizes))}
+    for number, row in enumerate(rows):
+        yield text(f"{names.get(number, ''):>{label}} │{''.join(row).rstrip()}", no_wrap=True)
+    left, right = seconds_text(min(times)), seconds_text(max(times))
+    yield text(f"{'':{label}} └{'─' * cells}", "dim", no_wrap=True)
+    yield text(f"{'':{label}}  {left}{right:>{cells - len(left)}}", no_wrap=True)
+    used = set(itertools.chain(*rows))
+    yield text(", ".join(f"{mark} {meaning}" for mark, meaning in MARKS if mark in used), "dim")
+
+
+def ranked_csv(plan: Plan) -> str:
+    """Return the ranked list, then the rest of the front, as CSV with one row for each layout and flags to append."""
+    listed, front = [one.layout for one in plan.ranked], {one.layout for one in plan.front}
+    shown = [*plan.ranked, *(one for one in plan.front if one.layout not in listed)]
+    rows = [_csv_row(plan, one, place if place <= len(listed) else None, front) for place, one in enumerate(shown, 1)]
+    out = io.StringIO()
+    table = csv.DictWriter(out, rows[0] if rows else (), lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    return out.getvalue()
+
+
+def _csv_row(plan: Plan, one: Ranked, place: int | None, front: Collection[Layout]) -> dict[str, object]:
+    limit, share = one.limited_by or ("", None)
+    append, delete = paste_words(plan, one.new_arguments)
+    return {
+        "place": place,
+        **{name: getattr(one.layout, name) for name in (*DEGREES, "etp", "vpp", "micro_batch_size")},
+        "step_time_s": one.step_time_s,
+        "is_lower_bound": one.is_bound,
+        "memory_bytes": one.need_bytes,
+        "mfu": one.rate and one.rate.mfu,
+        "tokens_per_s": one.rate and one.rate.tokens_per_s,
+        "limited_by": limit,
+        "limited_by_share": share,
+        "on_front": one.layout in front,
+        "layout": one.layout.words(),
+        "append": append,
+        "delete": delete,
+    }
+
+
+def paste_words(plan: Plan, new_arguments: Sequence[str]) -> tuple[str, str]:
+    """Return flags to append to the job's command line, and flags to delete first, each as one line of shell words."""
+    if plan.setting is None:
+        return "", ""
+    added, deleted = changed_flags(plan.setting.arguments, new_arguments)
+    return shlex.join(word for flag in added for word in flag), " ".join(deleted)
+
+
+def _name(word: str) -> str:
+    found = WORD.match(word)
+    return found[0] if found else word

@@ -27,7 +27,7 @@ MOST_STAGES = 8
 HEADING, GAP = 9, 2
 INDENT = HEADING + GAP
 """Number of columns to the left of a section's lines."""
-ASCII = str.maketrans("─█░→·•…▁▂▃▄▅▆▇", "-#.>|*~_.:-=+%")
+ASCII = str.maketrans("─█░→·•…▁▂▃▄▅▆▇│└≥", "-#.>|*~_.:-=+%|+>")
 
 Line: TypeAlias = "RenderableType"
 """A line or a table of a screen. The functions `grid` and `screen` escape plain strings."""

@@ -123,7 +123,7 @@ def with_fallback_plans(
         plan=plan,
         measurements=measurements,
         needs=needs,
-        options=replace(options, schedules=()),
+        options=replace(options, schedules=(), num_ranked=0),
         clock=clock,
         deadline_s=clock() + MOST_S,
         corrections=corrections,

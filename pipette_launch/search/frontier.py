@@ -72,6 +72,8 @@ class Frontier:
         self._fitting: dict[Layout, list[Recompute]] = {}
         self.outdone: set[Layout] = set()
         """Layouts that fit but are useless, because a layout that differs only by less recompute fits too."""
+        self._those_that_fit: dict[tuple[int, float, bool], list[Layout]] = {}
+        """Results of `_that_fit` by its arguments, because the first two dives are often equal."""
         self._quick: list[Layout] = []
         self._lean: list[Layout] = []
         self._limits: dict[tuple[int, int], int] = {}
@@ -154,6 +156,37 @@ class Frontier:
         least_N = self._bounds_s(columns)
         order = np.argsort(least_N, kind="stable")[:LOOKED_THROUGH].tolist()
         return self._with_peaks([(float(least_N[row]), row, columns.layout(row)) for row in order])
+
+    def quick(self) -> list[Layout]:
+        """Return layouts that fit with the fastest flags and without recompute: some of the fastest sets of degrees."""
+        return self._that_fit(self._order_N, math.inf)
+
+    def bounded(self, layouts: Sequence[Layout]) -> list[Promising]:
+        """Return layouts with their lower bounds and the bytes of each pipeline rank."""
+        bounds_s = self._bounds_s(LayoutColumns.of(layouts)).tolist() if layouts else ()
+        return self._with_peaks([(bounds_s[number], number, layout) for number, layout in enumerate(layouts)])
+
+    def bases(self, *, below_s: float) -> LayoutColumns:
+        """Return the base layouts with a rough bound up to `below_s`, by rising rough bound."""
+        return self._base.columns.take(self._order_N[: bisect.bisect_right(self._rough, below_s)])
+
+    def opened(self, places: Ints) -> tuple[LayoutColumns, Floats, Floats]:
+        """Return variants that fit, their lower bounds in seconds, and the bytes of their fullest ranks (M).
+
+        `places` are places of base layouts in `bases`. The variants have the fastest flags, and no recompute, recompute
+        of modules, or recompute of each whole layer.
+        """
+        index_M, columns = self._base.variants(self._order_N[places])
+        head_N = np.flatnonzero(np.diff(index_M, prepend=-1))
+        few = np.array([one.granularity != "full" or one.num_layers == 1 for one in columns.recomputes])
+        keep_M = few[columns.recompute]
+        for name in FLAG_WORDS:
+            keep_M &= getattr(columns, name) == getattr(columns, name)[head_N][index_M]
+        columns = columns.take(np.flatnonzero(keep_M))
+        peak_M = self._inputs.predictor.fullest_N(columns)
+        fits = np.flatnonzero(peak_M <= limits_N(self._inputs.job, columns, self._limit))
+        columns = columns.take(fits)
+        return columns, self._bounds_s(columns), peak_M[fits]
 
     def find_any(self) -> bool:
         """Return whether some layout fits and can be priced; if none fits, count all as over the limit."""
@@ -246,11 +279,14 @@ class Frontier:
             heapq.heappush(self._ready, (least_s, self._num_ready, layout))
 
     def _that_fit(self, rows: Ints, below_s: float, *, leanest: bool = False) -> list[Layout]:
-        """Return base layouts that fit with the quickest flags, by rising bound up to a step time.
+        """Return first base layouts that fit with the quickest flags, by rising bound up to a step time.
 
         With `leanest`, return the leanest variants by rising rough bound. The first layout of each set of degrees is
         always included.
         """
+        key = len(rows), below_s, leanest
+        if key in self._those_that_fit:
+            return self._those_that_fit[key]
         found: list[Layout] = []
         num_found = 0
         for first in range(0, len(rows), DIVED_AT_ONCE):
@@ -268,7 +304,8 @@ class Frontier:
             num_found += len(columns)
             if num_found > LOOKED_THROUGH:
                 break
-        return [layout for layout in found if layout != self._inputs.job.own]
+        self._those_that_fit[key] = [layout for layout in found if layout != self._inputs.job.own]
+        return self._those_that_fit[key]
 
     def _fitting_ones(self, layouts: Sequence[Layout]) -> list[Promising]:
         """Return the layouts that fit in memory, without bounds."""

@@ -6,16 +6,16 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from operator import attrgetter
 
 from pipette_launch.cost.learned import NOTHING_LEARNED, Corrections
 from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEARCH_BUDGET_S, SEED
 from pipette_launch.errors import OptionError, check_share
 from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance
+from pipette_launch.facts.plan import MOST_RANKED
 from pipette_launch.search import explanations
 from pipette_launch.search.candidates import MANY_SLOTS, WORTH, Candidate, Promising, SearchInputs
-from pipette_launch.search.choose import LEANER, choose
+from pipette_launch.search.choose import DEGREES, LEANER, choose, ranking
 from pipette_launch.search.frontier import BEATEN, OUTDONE, UNPROMISING, Frontier
 from pipette_launch.search.layouts import BaseLayouts, base_layouts
 from pipette_launch.search.placement import ANNEALED_SLOTS, EXACT, are_few, exhaustion, num_placements
@@ -45,7 +45,6 @@ IN_VAIN = 0.15
 than the best step. Pricing stops once the seconds beyond the best step sum up to this share of the best step. A layout
 that promises a step no longer than the best step sets the sum to 0. All layouts with the user's own degrees are priced,
 because predictions for these degrees are the most certain."""
-DEGREES = attrgetter("tp", "pp", "cp", "ep", "etp")
 OFFLOAD_GAIN = 0.02
 """Share of the best step that a layout with offloaded activations must save, because copies may slow other traffic."""
 RAISED = 40
@@ -296,12 +295,16 @@ class SolveOptions:
     num_alternatives: int = 3
     schedules: tuple[str, ...] = ()
     """Names of schedules to try in addition to Megatron's own."""
+    num_ranked: int = 0
+    """Number of sets of degrees in the ranked list. With 0, the plan has no list and no front."""
 
     def __post_init__(self) -> None:
         check_share("margin", self.margin)
         check_share("memory_margin", self.memory_margin)
         if not 0 <= self.budget_s < math.inf:
             raise OptionError("budget_s", f"must be at least 0 seconds and finite, got {self.budget_s:g}")
+        if not 0 <= self.num_ranked <= MOST_RANKED:
+            raise OptionError("num_ranked", f"must be from 0 to {MOST_RANKED}, got {self.num_ranked}")
 
 
 def solve(
@@ -348,8 +351,11 @@ def solve(
         # Schedules get a budget of their own, because building schedules of long pipelines can take ten seconds.
         schedules_deadline_s = clock() + options.budget_s
         plan = _scheduled(plan, inputs, searched, frontier, options, lambda: clock() >= schedules_deadline_s)
+    ranked, front = ranking(inputs, searched.candidates, frontier, plan.chosen, options.num_ranked, is_late=is_late)
     return replace(
         plan,
+        ranked=ranked,
+        front=front,
         reasons=(*plan.reasons, *explanations.kept_order(inputs, plan.chosen)),
         num_layouts=num_layouts,
         dropped=dict(dropped.most_common()),

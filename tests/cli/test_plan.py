@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 import json
 import os
@@ -78,7 +80,7 @@ def test_a_plan_is_made_on_a_laptop(saved: tuple[Path, str]) -> None:
     """The screen has job, choice, reasons, memory, flags, notes and the file's path; torch is not needed."""
     screen = saved[1]
 
-    for heading in ("Job", "Machines", "Chosen", "Step time", "Why", "Memory", "Flags", "Notes", "Plan file"):
+    for heading in ("Job", "Machines", "Chosen", "Ranked", "Why", "Memory", "Flags", "Notes", "Plan file"):
         assert f"\n{heading:<9}" in screen
     for words in (
         "8 ranks on 2 hosts x 4 H100-SXM",
@@ -561,6 +563,7 @@ def test_the_flags_are_frozen() -> None:
     assert {
         "--budget",
         "--cluster",
+        "--csv",
         "--fabric",
         "--fix",
         "--gpu",
@@ -580,9 +583,28 @@ def test_the_flags_are_frozen() -> None:
         "--quiet",
         "--schedules",
         "--seed",
+        "--top",
         "--verbose",
         "--world-size",
     } == flags
+
+
+def test_the_ranked_list_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """--top sets the rows of list, CSV and document; stdout has nothing else with --csv and --json."""
+    words = f"--gpu h100-sxm --nodes 2 --nproc-per-node 4 --budget 60 --fix cp,vpp,order,recompute {JOB}"
+    screen, table, document = (
+        answer(f"plan {form} {words}", capsys)[1] for form in ("--top 3", "--top 3 --csv", "--json")
+    )
+    rows, plan = list(csv.DictReader(io.StringIO(table))), files.loads(Plan, document, "stdout")
+
+    assert "Ranked" in screen
+    assert [1, 2, 3] == [int(row["place"]) for row in rows if row["place"]]
+    assert rows[0]["layout"] == plan.chosen.layout.words() == plan.ranked[0].layout.words()
+    assert plan.setting is not None
+    assert plan.setting.new_arguments == plan.ranked[0].new_arguments
+    code, _, complaint = answer(f"plan --top 201 {words}", capsys)
+    assert 2 == code
+    assert "--top must be from 0 to 200, got 201" in complaint
 
 
 def test_how_much_is_shown(saved: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:

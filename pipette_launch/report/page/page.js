@@ -46,6 +46,27 @@ function tips() {
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") tip.hidden = true; });
 }
 
+/* A click on a point of the plot shows the flags of its configuration below the plot, and copies them. */
+function picks() {
+  const picked = document.getElementById("picked");
+  if (!picked) return;
+  const [told, flags] = picked.children;
+  document.getElementById("points").addEventListener("click", async ({ target }) => {
+    if (!target.dataset.flags) return;
+    picked.hidden = false;
+    flags.textContent = target.dataset.flags;
+    const name = target.dataset.tip.replace("\n", ", ");
+    let how = "copied";
+    try {
+      await navigator.clipboard.writeText(target.dataset.flags);
+    } catch {
+      getSelection().selectAllChildren(flags);
+      how = "selected: copy them";
+    }
+    told.textContent = `${name}. Flags to append, ${how}:`;
+  });
+}
+
 /* A matrix of links: a text below the matrix describes the link under the pointer or the arrow keys. */
 function matrix(figure, data) {
   const svg = figure.querySelector("svg"), cursor = figure.querySelector(".cursor"), told = figure.querySelector("output");
@@ -214,6 +235,7 @@ class Timeline {
 }
 
 tips();
+picks();
 const matrices = read("links-data"), timelines = read("timeline-data");
 document.querySelectorAll(".matrix").forEach((figure) => matrix(figure, matrices[figure.dataset.matrix]));
 document.querySelectorAll(".timeline").forEach((figure) => {

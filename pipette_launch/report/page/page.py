@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Choice, Measurements, Plan, files
 from pipette_launch.facts.layout import FLAG_WORDS, Floats, Layout
 from pipette_launch.facts.outcome import Outcome
+from pipette_launch.facts.plan import Ranked
 from pipette_launch.planning.picture import DrawnStep, Picture
 from pipette_launch.report.measured import layer_times, pass_times_s
 from pipette_launch.report.page.tables_and_bars import (
@@ -32,7 +34,15 @@ from pipette_launch.report.page.tables_and_bars import (
     spaced,
     trials_table,
 )
-from pipette_launch.report.plan import checkpoint_words, listed, rank_ranges, schedule_words
+from pipette_launch.report.plan import (
+    checkpoint_words,
+    difference,
+    figures,
+    listed,
+    paste_words,
+    rank_ranges,
+    schedule_words,
+)
 from pipette_launch.report.screen import NOT_MODELLED, arguments_diff, paste_text
 from pipette_launch.search.slots import tiers_of
 from pipette_launch.text import GIB, MIB, bytes_text, count_text, flops_text, printable, rate_text, seconds_text
@@ -58,12 +68,16 @@ PARTS = (
     "parameter gather",
 )
 """Names of a step's parts, in the order of the drawing and of the colours."""
+MOST_DRAWN = 2.0
+"""The plot leaves out configurations that need more than this multiple of the memory limit."""
 RARE = ("context parallel (cp)", "expert parallel (ep)", "virtual stages (vpp)", "expert tensor parallel (etp)")
 """Rows that the table of changes leaves out if the chosen and the user's own configuration have the value 1."""
 MOST_ACTIONS = 20_000
 """Largest number of passes in a drawn step (12 bytes each). Longer steps show some ranks and their first passes."""
 RESOLUTION = 100_000
 """Number of time units in the longer of the two drawn steps. Drawn times are rounded to whole units."""
+ROLES = {"ranked": "best of its degrees", "front": "less memory"}
+"""Names of the roles that differ from their CSS classes."""
 LEGEND = (
     ("F", "forward", "forward"),
     ("B", "backward", "backward"),
@@ -141,39 +155,73 @@ def _configuration(choice: Choice, plan: Plan) -> dict[str, object]:
 
 def alternatives(plan: Plan) -> dict[str, Any]:
     """Return a chart of all configurations by step time and by memory of the fullest pipeline rank."""
-    shown = [(role or "alternative", choice) for role, choice in listed(plan)]
-    sizes = [max(choice.memory_shown.need_bytes) for _, choice in shown]
-    across = Axis.around([choice.step_time_s for _, choice in shown])
-    limit = plan.chosen.memory_shown.limit_bytes
+    shown, limit = _points(plan), plan.chosen.memory_shown.limit_bytes
+    far_off = [role for role, one in shown if one.need_bytes > MOST_DRAWN * limit]
+    drawn = [(role, one) for role, one in shown if role not in far_off and not one.is_bound]
+    across = Axis.around([one.step_time_s for _, one in drawn])
+    sizes = [one.need_bytes for _, one in drawn]
     shows_limit = limit_in_view(limit, max(sizes))
     unit, unit_name = (GIB, "GiB") if max(sizes) >= GIB else (MIB, "MiB")
     up = Axis.around([size / unit for size in (*sizes, *([limit] if shows_limit else []))], from_zero=True)
-    best = front([(choice.step_time_s, size) for (_, choice), size in zip(shown, sizes, strict=True)])
+    best = [drawn[index] for index in front([(one.step_time_s, one.need_bytes) for _, one in drawn])]
     points, rows = [], []
-    for index, ((role, choice), size) in enumerate(zip(shown, sizes, strict=True)):
-        words, step, memory = choice.layout.words(), seconds_text(choice.step_time_s), bytes_text(size)
-        points.append(
-            {
-                "mark": role.partition(",")[0],
-                "tip": f"{role}: {words}, {choice.schedule}\n{step} a step, {memory} on the fullest device",
-                "step_s": choice.step_time_s,
-                "bytes": size,
-                "x": across.percent(choice.step_time_s),
-                "y": up.percent(size / unit),
-                "is_best": index in best,
-            }
-        )
-        rows.append((words, role, step, memory, choice.schedule, "yes" if index in best else ""))
+    for role, one in shown:
+        words, is_best = one.layout.words(), (role, one) in best
+        step, memory, mfu, limited_by = figures(one)
+        append, delete = paste_words(plan, one.new_arguments)
+        flags = f"{append}\n{f'Delete first: {delete}' if delete else ''}".strip()
+        rows.append((words, ROLES.get(role, role), step, memory, mfu, limited_by, "yes" if is_best else "", flags))
+        if (role, one) in drawn:
+            points.append(
+                {
+                    "mark": role.partition(",")[0],
+                    "tip": f"{ROLES.get(role, role)}: {words}\n{step} a step, {memory} on the fullest device",
+                    "flags": flags or "your own flags, unchanged",
+                    "step_s": one.step_time_s,
+                    "bytes": one.need_bytes,
+                    "x": across.percent(one.step_time_s),
+                    "y": up.percent(one.need_bytes / unit),
+                    "is_best": is_best,
+                }
+            )
+    head = ("layout", "which", "step", "memory", "MFU", "limited by", "on the front", "flags to append")
     return {
         "points": points,
-        "marks": list(dict.fromkeys(point["mark"] for point in points)),
-        "front": sorted((point["x"], point["y"]) for point in points if point["is_best"]),
+        "marks": [(mark, ROLES.get(mark, mark)) for mark in dict.fromkeys(role.partition(",")[0] for role, _ in drawn)],
+        "front": sorted({(point["x"], point["y"]) for point in points if point["is_best"]}),
         "x_ticks": [tick for tick in across.second_ticks(5) if 2 < tick[0] < 98],
         "y_ticks": [(up.percent(tick), f"{tick:g} {unit_name}") for tick in up.ticks()],
         "limit": up.percent(limit / unit) if shows_limit else None,
         "limit_words": bytes_text(limit),
-        "table": Table("Configurations", ("layout", "which", "step", "memory", "schedule", "on the front"), rows),
+        "far_off": [f"{role}, {bytes_text(one.need_bytes)}: above this plot" for role, one in shown if role in far_off],
+        "ranked": _ranked_table(plan),
+        "table": Table("Configurations", head, rows),
     }
+
+
+def _points(plan: Plan) -> list[tuple[str, Ranked]]:
+    """Return the configurations of the plan with their roles: choices, then other layouts of the list and the front."""
+    setting = plan.setting
+    found = [(role or "alternative", Ranked.of(one)) for role, one in listed(plan)]
+    if setting is not None:
+        words = {"chosen": setting.new_arguments, "yours": setting.arguments}
+        found = [
+            (role, replace(one, new_arguments=words.get(role.partition(",")[0], one.new_arguments)))
+            for role, one in found
+        ]
+    for role, several in (("ranked", plan.ranked), ("front", plan.front)):
+        known = {one.layout for _, one in found}
+        found += [(role, one) for one in several if one.layout not in known]
+    return found
+
+
+def _ranked_table(plan: Plan) -> Table:
+    rows = [
+        (place, difference(one.layout, plan.ranked[0].layout), *figures(one))
+        for place, one in enumerate(plan.ranked, 1)
+    ]
+    head = ("", "layout, and its differences to the first", "step", "memory", "MFU", "limited by")
+    return Table("The best layout of each set of degrees", head, rows)
 
 
 def front(points: list[tuple[float, int]]) -> set[int]:

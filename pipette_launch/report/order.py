@@ -100,8 +100,12 @@ def _rank_script(plan: Plan, hosts: list[HostRanks], target: Target, environment
         words |= {"devices": host.devices} if moves else {}
         row = " ".join(f"{name}='{' '.join(map(str, values))}'" for name, values in words.items())
         rows.append(f"{host.host}) {row} ;;")
-    if target in SLOT:
-        exports.append(f'export MASTER_ADDR={hosts[0].host} MASTER_PORT="${{MASTER_PORT:-29500}}"\n')
+    # Without a store of torchrun, RANK 0 opens the store, on its own host.
+    meeting = {
+        "kubernetes": '{ echo "rank.sh: unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE" >&2; exit 2; }',
+        "ray": "true",
+    }.get(target, f'export MASTER_ADDR={hosts[0].host} MASTER_PORT="${{MASTER_PORT:-29500}}"')
+    exports.append(f'[ "$TORCHELASTIC_USE_AGENT_STORE" = True ] || {meeting}\n')
     if moves:
         exports.append(_filled("devices.sh", {"ALL": ",".join(map(str, range(size)))}))
     values = {

@@ -87,7 +87,28 @@ def test_hosts_in_the_order_of_ranks() -> None:
     found = order_files(planned([1, 2, 0, 3]), "mpirun", {})
 
     assert "n1\nn0\nn0\nn1\n" == found["hosts.txt"]
-    assert 'MASTER_ADDR=n1 MASTER_PORT="${MASTER_PORT:-29500}"' in found["rank.sh"]
+
+
+@pytest.mark.parametrize(
+    ("target", "variables", "expected"),
+    [
+        ("mpirun", {}, "n1:29500"),
+        ("ft_launcher", {"MASTER_ADDR": "n0", "MASTER_PORT": "7"}, "n1:7"),
+        ("ft_launcher", {"MASTER_ADDR": "n0", "MASTER_PORT": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"}, "n0:7"),
+        ("kubernetes", {"MASTER_ADDR": "n0", "MASTER_PORT": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"}, "n0:7"),
+        ("kubernetes", {"TORCHELASTIC_USE_AGENT_STORE": "False"}, "rank.sh: unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE"),
+        ("ray", {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7"}, "10.0.0.1:7"),
+    ],
+)
+def test_where_ranks_meet(target: str, variables: dict[str, str], expected: str) -> None:
+    """RANK 0's host opens the store, unless torchrun or Ray's driver has one; a pod cannot know RANK 0's address."""
+    script = order_files(planned([1, 2, 0, 3]), target, {})["rank.sh"]
+    ended = run(
+        script.replace('exec "$@"', "echo $MASTER_ADDR:$MASTER_PORT"),
+        **{"PIPETTE_NODE": "n0", "LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0", **variables},
+    )
+
+    assert expected == (ended.stdout + ended.stderr).strip()
 
 
 @given(st.permutations(range(8)))

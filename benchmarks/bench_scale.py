@@ -13,13 +13,15 @@ import multiprocessing
 import os
 import platform
 import resource
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,21 +30,25 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore
 
-from benchmarks.plan_machines import WORDS, measured
+from benchmarks.plan_machines import WORDS, job_of, measured
 from benchmarks.telling import processor
 from pipette_launch.agent import membership, peers
 from pipette_launch.agent import store as agent_store
 from pipette_launch.agent.membership import Membership
 from pipette_launch.agent.phases import FirstIteration
-from pipette_launch.agent.store import PEER_WAIT_S, await_all, say_goodbye
+from pipette_launch.agent.store import await_all, say_goodbye
 from pipette_launch.agent.warmup import Warmup
-from pipette_launch.facts import Device, Host, files
+from pipette_launch.defaults import PEER_WAIT_S
+from pipette_launch.facts import Device, Host, Measurements, Plan, Provenance, files
 from pipette_launch.facts.health import DeviceCondition
 from pipette_launch.facts.measurements import LinkSurvey, layers_digest
 from pipette_launch.facts.messages import Decision, NodeRecord
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.options import Options
+from pipette_launch.launch.plan_reports import PlanDocuments, page_of, trace_of
+from pipette_launch.planning.picture import picture_of
 from pipette_launch.probe.messages import WarmupOrder
+from pipette_launch.search.solve import SolveOptions, solve
 
 NODES = (128, 256, 512, 1024, 2048, 4096)
 PLAYERS = 4
@@ -376,6 +382,43 @@ def run(size: int, cache: Path, names: Sequence[str] = PHASES) -> dict[str, Any]
     return found
 
 
+# -- documents ----------------------------------------------------------------------------------------------------
+
+
+def documents(size: int, folder: Path) -> Iterator[str]:
+    """Lines of markdown: size and seconds of each document of a plan for `size` hosts."""
+    cluster, plan_at, page, trace = (folder / name for name in ("cluster.json", "plan.json", "page.html", "trace.json"))
+    hosts = tuple(host for index in range(size) if (host := record(index).host))
+    order: Any = SimpleNamespace(hosts=hosts, job=job_of(size), output=str(cluster))
+    yield from timed(size, cluster, "drawn and written", lambda: measure(order))
+    found = yield from timed(size, cluster, "read and checked", lambda: files.read(cluster, Measurements))
+    yield from timed(size, cluster, "written", lambda: files.write(cluster, found))
+    provenance = Provenance(key="bench", made_at="", versions={}, source="measured")
+    plan = solve(order.job, found, options=SolveOptions(budget_s=10.0), clock=time.monotonic, provenance=provenance)
+    yield from timed(size, plan_at, "written", lambda: files.write(plan_at, plan))
+    yield from timed(size, plan_at, "read and checked", lambda: files.read(plan_at, Plan))
+    made = PlanDocuments(plan=plan, measurements=found, picture=picture_of(plan, order.job, found))
+    yield from timed(size, page, "written", lambda: page.write_text(page_of(made)))
+    yield from timed(size, trace, "written", lambda: trace.write_text(trace_of(made)))
+    chromium = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    empty = folder / "empty.html"
+    empty.write_text("<p>")
+    for shown in (empty, page):
+        command = [*chromium, shown.as_uri()]
+        yield from timed(size, shown, "loaded", partial(subprocess.run, command, check=True, capture_output=True))
+
+
+def timed(size: int, path: Path, what: str, do: Callable[[], Any]) -> Generator[str, None, Any]:
+    """Do something, yield its row, and return its result."""
+    began_s, cpu_s = time.perf_counter(), time.process_time()
+    result = do()
+    took_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    megabytes = path.stat().st_size / 1e6
+    yield f"| {size:,} | {path.name} | {megabytes:.2f} MB | {what} | {took_s:.2f} s | {cpu_s:.2f} s | {peak:.1f} GiB |"
+    return result
+
+
 # -- the report ---------------------------------------------------------------------------------------------------
 
 
@@ -432,6 +475,14 @@ phase lasts {WATCH_S:g} s; its messages are what the agents send in that time. M
 """
 
 
+def report(cold: dict[int, Any], cached: dict[int, Any]) -> str:
+    """Return the whole report."""
+    parts = ["# Thousands of nodes by their messages", conditions(), REMARKS, WORDS]
+    for title, found, names in (("A cold start", cold, PHASES), ("A start from the cache", cached, CACHED)):
+        parts += [f"## {title}", "\n".join(summary(found, names)), "\n".join(table(found, names))]
+    return "\n\n".join(parts) + "\n"
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -445,10 +496,7 @@ def main() -> None:
             for found, names in ((cold, PHASES), (cached, CACHED)):
                 found[size] = run(size, Path(cache), names)
                 sys.stderr.write(f"{size} nodes: {dict(found[size])}\n")
-    parts = ["# Thousands of nodes by their messages", conditions(), REMARKS, WORDS]
-    for title, found, names in (("A cold start", cold, PHASES), ("A start from the cache", cached, CACHED)):
-        parts += [f"## {title}", "\n".join(summary(found, names)), "\n".join(table(found, names))]
-    text = "\n\n".join(parts) + "\n"
+    text = report(cold, cached)
     sys.stdout.write(text)
     if args.record:
         (RESULTS / "scale.md").write_text(text, encoding="utf-8")

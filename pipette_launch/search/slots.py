@@ -28,6 +28,8 @@ TYPICAL_MESSAGE_BYTES = 4 << 20
 """Message size that defines the distance of two hosts; latency and bandwidth both matter at this size."""
 LEAST_RATIO = 1.12
 """A tier ends if the next link between groups takes this many times as long, which noise of 8 % does not reach."""
+OUTLIERS = 100
+"""One of this number of joining links may lie inside the gap between two tiers. The gap's widest step is half of it."""
 MOST_TIERS = 4
 REACH = 0.25
 """The typical distance of a host (`reach_H`) is this quantile of its distances to all hosts."""
@@ -80,7 +82,11 @@ def tiers_of(links: Links) -> Tiers:
     # The joining links are sorted by length. `gaps` has the number of links before each of the widest gaps in length.
     ratios = lengths[1:] / np.maximum(lengths[:-1], _TINY)
     widest = np.argsort(-ratios, kind="stable")[:_MOST_GAPS]
-    gaps = [int(index) + 1 for index in widest if ratios[index] >= LEAST_RATIO]
+    # A few hosts with wrongly estimated links join within the gap. So the links just before the gap do not count.
+    left_out = np.arange(len(ratios)) // OUTLIERS
+    growth = lengths[1:] / np.maximum(lengths[np.arange(len(ratios)) - left_out], _TINY)
+    is_gap = (growth >= LEAST_RATIO) & (ratios >= math.sqrt(LEAST_RATIO))
+    gaps = [int(index) + 1 for index in widest if is_gap[index]]
     order_H, snapshots = _join(joints, distance_HH, gaps)
     rows = []
     for gap in sorted(_clear_gaps(snapshots, lengths)):

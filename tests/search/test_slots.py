@@ -44,6 +44,17 @@ def test_racks_and_pods_are_recovered(seed: int) -> None:
     assert [partition(row) for row in fabric.group_LH] == partitions(tiers_of(fabric.links))
 
 
+def test_a_host_between_two_tiers_hides_no_tier() -> None:
+    """A host whose links to its rack are estimated too slow joins inside the gap; the racks are still found."""
+    fabric = fat_tree(256, sizes=(16,), bytes_per_s=(5e10, 4e10), seed=1)
+    bandwidth_HH = np.array(fabric.links.bandwidth_bytes_per_s)
+    near_H = bandwidth_HH[7] > 4.5e10
+    bandwidth_HH[7, near_H] = bandwidth_HH[near_H, 7] = 4.47e10
+    tiers = tiers_of(replace(fabric.links, bandwidth_bytes_per_s=bandwidth_HH))
+
+    assert [partition(fabric.group_LH[0])] == partitions(tiers)
+
+
 def test_nvlink_domains_of_several_hosts_are_a_tier() -> None:
     """Trays of an NVL72 rack reach each other ten times faster than the next rack's, even with a rack half there."""
     fabric = fat_tree(45, sizes=(18,), bytes_per_s=(8e11, 5e10), noise=0.08, seed=1)

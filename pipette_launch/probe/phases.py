@@ -48,13 +48,13 @@ from pipette_launch.probe.health.verdicts import device_verdicts, faults_first, 
 from pipette_launch.probe.links import collectives, pairs
 from pipette_launch.probe.links.fits import EarlierLinks, FoundLinks, LinkBook, found_links, group_times, host_fits
 from pipette_launch.probe.links.selection import (
-    MOST_ROUNDS,
     Line,
     Lines,
     Measure,
     Pair,
     Round,
     Survey,
+    most_rounds,
     survey,
 )
 from pipette_launch.probe.lockstep import Budget, Lockstep
@@ -223,7 +223,8 @@ class Phases:
         """Measure the links that plans use; returns the last advice and all links on rank 0, None on other ranks."""
         self._send()
         options, budget = self.options, self._for_links()
-        bound_s = pairs.direction_s(budget.left_s(pairs.LINKS_SHARE), MOST_ROUNDS, options.device_kind)
+        places = [host.place for host in options.hosts]
+        bound_s = pairs.direction_s(budget.left_s(pairs.LINKS_SHARE), most_rounds(places), options.device_kind)
         meter = pairs.LinkMeter(options=options, lockstep=self.lockstep, bound_s=bound_s)
         answers: list[Advice] = []
 
@@ -240,8 +241,8 @@ class Phases:
                 self._earlier.between if is_cached and self._earlier else lines_of(links, options),
                 measure=measure,
                 advise=advise,
-                most_rounds=MOST_ROUNDS,
-                places=[host.place for host in options.hosts],
+                most_rounds=most_rounds(places),
+                places=places,
                 is_cached=is_cached,
                 # Cached links are checked once, however little time is left.
                 allows=lambda: not answers or budget.allows(pairs.LINKS_SHARE),

@@ -1,6 +1,6 @@
 """Pure functions that choose the links between hosts to measure, and estimate the remaining links.
 
-With few hosts, every pair is measured. With many hosts, about 30 rounds of three kinds are measured.
+With few hosts, every pair is measured. With many hosts, 30 or 40 rounds of three kinds are measured.
 
 1. Blind rounds: a random sample, before any link is known.
 2. Scouting rounds, if no scheduler names the switches: pairs that show which hosts share fast links.
@@ -51,6 +51,8 @@ Advise = Callable[[Links], Sequence[Pair]]
 
 MOST_ROUNDS = 30
 """Largest number of blind, scouting and plan rounds together."""
+MANY_HOSTS, SCOUTED_ROUNDS = 256, 40
+"""With more than 256 hosts below unknown switches, scouting takes about 20 rounds; so 40 rounds are measured."""
 PASS_ROUNDS = 5
 """Most plan rounds before the adviser plans again. A ring plus a path through all hosts need 4 links of each host."""
 LEAST_ROUNDS = 2
@@ -76,6 +78,8 @@ LEAST_LINKS, LEAST_SEEN = 6, 200
 """Least number of measured links in one tier, and least number of measured links from which tiers are inferred."""
 FAR_SHARE = 0.1
 """A group of hosts is split only if more than this share of its links are far."""
+LEAST_FAR, SLOW = 4, 0.2
+"""A host with at least 4 far links is slow if they are slower than usual by more than 0.2 in log bandwidth (18 %)."""
 MOST_LEVELS = 3
 SMALL = 0.3  # Hosts of a group smaller than this share of the usual group join the group with the best links to them
 SEVERAL = 3
@@ -125,6 +129,12 @@ def rounds_of(pairs: Iterable[Pair], *, most: int | None = None) -> tuple[Round,
             rounds[number].append(pair)
             busy[number].update(pair)
     return tuple(tuple(sorted(one)) for one in rounds)
+
+
+def most_rounds(places: Sequence[Place]) -> int:
+    """Return the largest number of rounds for hosts below these switches; hosts below unknown switches have ()."""
+    is_scouted = len(places) > MANY_HOSTS and not switch_groups(len(places), places)
+    return SCOUTED_ROUNDS if is_scouted else MOST_ROUNDS
 
 
 def blind_rounds(num_hosts: int, places: Sequence[Place], count: int, rng: np.random.Generator) -> tuple[Round, ...]:
@@ -219,6 +229,8 @@ def groupings_of(num_hosts: int, lines: Lines) -> tuple[Grouping, ...]:
         level = lowest_level(log_N[inside_N])
         if level is None:
             break
+        if not found:
+            log_N = _without_slow_hosts(num_hosts, one_N, other_N, log_N, level)
         group_H = _grouped(num_hosts, one_N[inside_N], other_N[inside_N], log_N[inside_N] > level, log_N[inside_N])
         tests_CC = np.zeros((int(group_H.max()) + 1,) * 2, dtype=np.int64)
         np.add.at(tests_CC, (group_H[one_N], group_H[other_N]), np.where(log_N > level, -1, 1))
@@ -284,6 +296,31 @@ def _pairs(lines: Lines) -> tuple[Ints, Ints, Floats]:
         rates[pair] = max(rates.get(pair, 0.0), 1 / line.seconds_per_byte)
     one_N, other_N = np.array(list(rates), dtype=np.int64).reshape(-1, 2).T
     return one_N, other_N, np.log(np.array(list(rates.values())))
+
+
+def _without_slow_hosts(num_hosts: int, one_N: Ints, other_N: Ints, log_N: Floats, level: float) -> Floats:
+    """Return the log bandwidths as if slow hosts had the usual speed; without this, their near links would look far.
+
+    A host is slow if its far links are much slower than the far links of the usual host.
+    """
+    usual_N, behind_H = log_N, np.zeros(num_hosts)
+    for _ in range(SWEEPS):
+        far_N = usual_N <= level
+        one_F, other_F, log_F = one_N[far_N], other_N[far_N], log_N[far_N]
+        host_M = np.concatenate([one_F, other_F])
+        log_M = np.concatenate([log_F - behind_H[other_F], log_F - behind_H[one_F]])
+        count_H = np.bincount(host_M, minlength=num_hosts)
+        known = np.flatnonzero(count_H >= LEAST_FAR)
+        if not len(known):
+            break
+        # The lower quartile: few links to slow hosts lie below it, and near links of a slow host lie above it.
+        at_H = np.cumsum(count_H) - count_H + count_H // 4
+        typical_K = log_M[np.lexsort((log_M, host_M))][at_H[known]]
+        behind_H = np.zeros(num_hosts)
+        behind_H[known] = typical_K - np.median(typical_K)
+        behind_H[behind_H > -SLOW] = 0.0
+        usual_N = np.minimum(log_N - np.minimum(behind_H[one_N], behind_H[other_N]), log_N.max())
+    return usual_N
 
 
 def _grouped(num_hosts: int, one_N: Ints, other_N: Ints, near_N: NDArray[np.bool_], log_N: Floats) -> Ints:

@@ -25,6 +25,7 @@ from pipette_launch.probe.links.selection import (
     estimate,
     groupings_of,
     lowest_level,
+    most_rounds,
     rounds_of,
     scouting_round,
     survey,
@@ -113,6 +114,13 @@ def test_every_tier_of_switches_gets_its_rounds() -> None:
     assert min(len(one) for one in rounds) >= 110
 
 
+def test_many_hosts_below_unknown_switches_get_more_rounds() -> None:
+    """Scouting needs extra rounds beyond 256 hosts, unless the switches are known."""
+    known = [("root", f"leaf{host // 16}") for host in range(257)]
+
+    assert [30, 40, 30] == [most_rounds([()] * 256), most_rounds([()] * 257), most_rounds(known)]
+
+
 def test_switches_that_tell_nothing_are_no_tier() -> None:
     """Left out: a switch over all hosts, one above each host alone, and a tier equal to the one above."""
     places = [("root", f"leaf{host // 2}", f"leaf{host // 2}", f"port{host}") for host in range(4)]
@@ -182,6 +190,17 @@ def test_racks_are_found_in_few_rounds(seed: int, slow: int) -> None:
     truth_HH = tiers_of(places) == 0
 
     assert (near_HH != truth_HH).mean() <= 0.02
+
+
+@pytest.mark.parametrize(("hosts", "slow", "rounds"), [(128, 6, 14), (256, 10, 26)])
+def test_slow_hosts_are_found_in_their_racks(hosts: int, slow: int, rounds: int) -> None:
+    """Near links of a slow host are slower than far links of other hosts, but scouting finds the host's rack."""
+    rng = np.random.default_rng(0)
+    places = racks(rng, hosts)
+    lines, taken = scouted(fabric(places, rng, slow=slow), rng, 40)
+
+    assert taken <= rounds
+    assert np.array_equal(tiers_of(places), inferred_tiers(hosts, lines))
 
 
 def test_tiers_within_tiers_are_found() -> None:

@@ -352,10 +352,14 @@ def player(size: int, names: Sequence[str], number: int, port: Any, barrier: Any
         barrier.wait()
 
 
+def look_up_names_in_files() -> None:
+    """Ask no name server: torch's store looks up the name of each client, in the thread that serves all clients."""
+    ctypes.CDLL(None)["__nss_configure_lookup"](b"hosts", b"files")
+
+
 def run(size: int, cache: Path, names: Sequence[str] = PHASES) -> dict[str, Any]:
     """Run one job of `size` agents, and return the figures by phase."""
-    # torch's store looks up the name of each client in the thread that serves all clients.
-    ctypes.CDLL(None)["__nss_configure_lookup"](b"hosts", b"files")
+    look_up_names_in_files()
     context = multiprocessing.get_context("fork")
     port, barrier, results = context.Value("i", 0), context.Barrier(1 + PLAYERS), context.Queue()
     processes = [context.Process(target=first, args=(size, names, cache, port, barrier, results))]
@@ -447,13 +451,13 @@ def table(found: dict[int, dict[str, Any]], names: Sequence[str]) -> Iterator[st
 
 def summary(found: dict[int, dict[str, Any]], names: Sequence[str]) -> Iterator[str]:
     """Lines of markdown: memory, descriptors, decisions, and seconds without the watched phases, for each size."""
-    yield "| nodes | to the training | peak memory | descriptors | JSON of the decisions |"
-    yield "|--:|--:|--:|--:|---|"
+    yield "| nodes | to the training | CPU of the first agent | peak memory | descriptors | JSON of the decision |"
+    yield "|--:|--:|--:|--:|--:|---|"
     for size, one in found.items():
-        start = sum(one[name]["last_s"] for name in names if name in STARTS)
+        start, cpu = (sum(one[name][key] for name in names if name in STARTS) for key in ("last_s", "cpu_s"))
         decisions = ", ".join(f"{one[name]['phase']} {one[name]['decision'] / 1e6:.2f} MB" for name in names[1:2])
         most = max(one[name]["files"] for name in names)
-        yield f"| {size:,} | {start:.1f} s | {one['peak'] / 2**20:.0f} MiB | {most:,} | {decisions} |"
+        yield f"| {size:,} | {start:.1f} s | {cpu:.1f} s | {one['peak'] / 2**20:.0f} MiB | {most:,} | {decisions} |"
 
 
 def conditions() -> str:
@@ -469,24 +473,34 @@ def conditions() -> str:
 REMARKS = f"""Measured: a real first agent with the product's coordinator, search and store; all messages of all agents,
 each over a connection of its own. Played: agents share {PLAYERS} processes, read equal texts once in each process, and
 look for no lost agents. Memory contains the drawing of
-the measurements. Not run: torch's rendezvous, workers, measuring (its results are drawn), and a network.
+the measurements. Not run: torch's rendezvous (`bench_rendezvous`), workers, measuring, and a network.
 One agent in {LOST_PART} leaves in the phase `lose`, whose time contains a search for the remaining nodes. A watched
 phase lasts {WATCH_S:g} s; its messages are what the agents send in that time. MB count both directions.
+Seconds on a busy machine are too long. The CPU seconds of the first agent show what an idle machine would need.
 """
 
 
-def report(cold: dict[int, Any], cached: dict[int, Any]) -> str:
+def report(cold: dict[int, Any], cached: dict[int, Any], rows: Sequence[str]) -> str:
     """Return the whole report."""
     parts = ["# Thousands of nodes by their messages", conditions(), REMARKS, WORDS]
     for title, found, names in (("A cold start", cold, PHASES), ("A start from the cache", cached, CACHED)):
         parts += [f"## {title}", "\n".join(summary(found, names)), "\n".join(table(found, names))]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, "## Documents", ON_DOCUMENTS, "\n".join([*DOCUMENTS, *rows])]) + "\n"
+
+
+DOCUMENTS = ("| hosts | document | size | step | wall clock | CPU | peak memory |", "|--:|---|--:|---|--:|--:|--:|")
+ON_DOCUMENTS = (
+    "Every link has random digits, as if all links had been measured: the largest `cluster.json`. The page and an "
+    "empty page load in the same headless browser, whose own start takes most of the time. Only the deciding node "
+    "reads `cluster.json`; the other nodes get the decision, which contains the plan."
+)
 
 
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--nodes", default=",".join(map(str, NODES)), help="sizes, comma-separated")
+    parser.add_argument("--documents", default="1280", help="hosts of the plans whose documents are timed")
     parser.add_argument("--record", action="store_true", help="write the report into benchmarks/results")
     args = parser.parse_args()
     cold: dict[int, Any] = {}
@@ -496,7 +510,11 @@ def main() -> None:
             for found, names in ((cold, PHASES), (cached, CACHED)):
                 found[size] = run(size, Path(cache), names)
                 sys.stderr.write(f"{size} nodes: {dict(found[size])}\n")
-    text = report(cold, cached)
+    rows = []
+    for size in map(int, filter(None, args.documents.split(","))):
+        with tempfile.TemporaryDirectory() as folder:
+            rows += documents(size, Path(folder))
+    text = report(cold, cached, rows)
     sys.stdout.write(text)
     if args.record:
         (RESULTS / "scale.md").write_text(text, encoding="utf-8")

@@ -52,8 +52,8 @@ ADDED_LATER = {"added_later": True}
 """Metadata of a field that files of earlier releases lack. A missing field gets its default."""
 SCHEMA_VERSION = 1
 """Version of every kind of document. A change in the meaning of a field needs a new version."""
-MOST_BYTES = 256 << 20
-"""Size limit of parsed files and of one unpacked matrix, in bytes. A matrix of 5,792 hosts has this size."""
+MOST_BYTES = 512 << 20
+"""Size limit of parsed files and of one unpacked matrix, in bytes. A matrix of 8,192 hosts has this size."""
 MOST_ROWS = 64
 """Largest matrix that a file shows as rows of numbers. Files with a million numbers are slow to write and to read."""
 MOST_INTEGER = 1 << 63

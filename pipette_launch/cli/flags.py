@@ -103,6 +103,8 @@ def add_reading_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--memory-margin", metavar="FRACTION", type=float, default=MEMORY_MARGIN, help=text)
     text = "Megatron release whose flags are read, such as 0.16.1 (default: the release that SCRIPT would import)"
     parser.add_argument("--megatron-version", metavar="V", help=text)
+    text = "configuration that Megatron-Bridge saved, for ARGS that are overrides of a recipe"
+    parser.add_argument("--bridge-config", metavar="FILE", type=Path, help=text)
 
 
 def add_script(parser: ArgumentParser) -> None:

@@ -121,7 +121,7 @@ def _predict(args: Namespace) -> int:
     from pipette_launch.report.prediction import prediction_screen
 
     machines = ("gpu", "nodes", "gpus_per_node", "world_size", "cluster", "fabric")
-    same = (*machines, "rank", "stage", "method", "memory_margin", "megatron_version")
+    same = (*machines, "rank", "stage", "method", "memory_margin", "megatron_version", "bridge_config")
     prediction = predict(
         args.arguments,
         **{name: getattr(args, name) for name in same},

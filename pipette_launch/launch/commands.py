@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from pipette_launch import defaults
+from pipette_launch import defaults, megatron
 from pipette_launch.agent.controller import WorkerCommand
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import ComputeCase, Host, Job, files, schedule
@@ -101,6 +101,9 @@ def links_options(hosts: tuple[Host, ...], *, options: Options, folder: Path) ->
 def own_script(options: Options) -> tuple[str, ...]:
     """Return Python's arguments that name the job's script; empty if the warm-up must not or cannot run the script."""
     if options.layers == "flags" or not options.runs_python or options.is_function:
+        return ()
+    if megatron.is_bridge(options.script_arguments, options.script):
+        # Megatron's flags, by which measured models are built, are unknown to the script of a recipe.
         return ()
     return ("-m", options.script) if options.is_module else (options.script,)
 

@@ -199,7 +199,8 @@ class Planner:
         except PlanError as error:
             raise PlanError(joined(str(error), lean)) from error
         source = f"measured at {measurements.taken_at}"
-        plan = with_setting(plan, job, measurements, script=self._options.script, arguments=words, machines=source)
+        dialect = self._script.dialect(job.own.world_size)
+        plan = with_setting(plan, job, measurements, script=self._options.script, dialect=dialect, machines=source)
         notes = (*plan.notes, f"{lean[0].upper()}{lean[1:]}.") if lean else plan.notes
         plan = replace(plan, other_hosts=tuple(spares), notes=notes)
         self.measurements, self.surveyed = measurements, surveyed

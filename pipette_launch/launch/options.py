@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pipette_launch import defaults, megatron
-from pipette_launch.errors import OptionError, check_share
+from pipette_launch.errors import OptionError, PipetteError, check_share
 from pipette_launch.facts import Choice, Job, Layout, Plan, files
+from pipette_launch.megatron import Dialect, dialect_of
 
 if TYPE_CHECKING:
     from pipette_launch.search.solve import SolveOptions
@@ -120,19 +121,33 @@ class Script:
         self._environ = environ
         self.device_name = ""
         """Name of the first GPU or CPU of the job; empty until the device is known."""
+        self._dialect: Dialect | PipetteError | None = None
+
+    def dialect(self, world_size: int) -> Dialect:
+        """Return reader and writer of the script's arguments; a recipe's script runs once, for `world_size` ranks."""
+        options = self._options
+        if self._dialect is None:
+            try:
+                self._dialect = dialect_of(options.script_arguments, script=options.script, world_size=world_size)
+            except PipetteError as error:
+                self._dialect = error
+        if isinstance(self._dialect, PipetteError):
+            raise self._dialect
+        return self._dialect
 
     def read(self, world_size: int, device_kind: str, *, global_batch_size: int | None = None) -> Job:
         """Read the job for `world_size` ranks; raises the same errors as `megatron.read_job`.
 
         With the `global_batch_size` of another number of ranks, the user's own configuration may be illegal.
         """
-        words = self._options.script_arguments
+        version = megatron.script_version(self._options.script, self._environ)
+        words = self.dialect(world_size).flags(version)
         if global_batch_size is not None and megatron.global_batch_size(words) is None:
             words = (*words, "--global-batch-size", str(global_batch_size))
         return megatron.read_job(
             words,
             world_size=world_size,
-            megatron_version=megatron.script_version(self._options.script, self._environ),
+            megatron_version=version,
             device_kind=device_kind,
             script=self._options.script,
             fix=self._options.fix,
@@ -143,8 +158,8 @@ class Script:
         )
 
     def words(self, job: Job, layout: Layout) -> tuple[str, ...]:
-        """Return the script's arguments with the flags of a layout."""
-        return megatron.write_arguments(self._options.script_arguments, job=job, layout=layout)
+        """Return the script's arguments with the flags or overrides of a layout."""
+        return self.dialect(layout.world_size).written(job, layout)
 
     def environment(self, job: Job, layout: Layout, device_kind: str, *, is_own: bool) -> dict[str, str]:
         """Return the variables that a layout needs; the user's own layout keeps the user's own variables."""

@@ -283,6 +283,8 @@ class TrialCoordinator:
             raise MegatronError("--run-path: the script runs as a function, whose iterations the launcher cannot see")
         if not plan.contenders():
             raise MegatronError("there is no plan except your own configuration")
+        if megatron.is_bridge(self._options.script_arguments, self._options.script):
+            raise MegatronError("a trial of a Megatron-Bridge recipe may leave checkpoints and logs")
         _, warm_ups = megatron.trial_arguments(training.script_arguments or (), job.megatron_version)
         needed = warm_ups + self._options.trial_iters
         if job.train_iters is not None and job.train_iters <= needed:

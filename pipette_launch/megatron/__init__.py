@@ -3,8 +3,10 @@
 Only this package knows Megatron's flags.
 """
 
+from pipette_launch.megatron.bridge import is_bridge
 from pipette_launch.megatron.checkpoint import Continuation, continuation
 from pipette_launch.megatron.checkpoint_files import record_path, saved_iteration
+from pipette_launch.megatron.dialects import Dialect, Flags, dialect_of
 from pipette_launch.megatron.flags import newest_release
 from pipette_launch.megatron.layout import write_arguments
 from pipette_launch.megatron.logs import (
@@ -30,14 +32,8 @@ from pipette_launch.megatron.script import (
     version_or_newest,
 )
 
-__all__ = ["RERUN_EXIT_CODES", "Continuation", "Iteration", "MemoryLine", "TrialWords", "binding_flag", "continuation"]
-__all__ += ["environment", "exception_in", "explain_failure", "failure_of", "fixed_fields", "global_batch_size"]
-__all__ += ["newest_release", "parse_iteration", "parse_memory", "read_job", "record_path", "saved_iteration"]
-__all__ += [
-    "script_version",
-    "stated_layout",
-    "trial_arguments",
-    "version_or_newest",
-    "why_no_plan_helps",
-    "write_arguments",
-]
+__all__ = ["RERUN_EXIT_CODES", "Continuation", "Dialect", "Flags", "Iteration", "MemoryLine", "TrialWords"]
+__all__ += ["binding_flag", "continuation", "dialect_of", "environment", "exception_in", "explain_failure"]
+__all__ += ["failure_of", "fixed_fields", "global_batch_size", "is_bridge", "newest_release"]
+__all__ += ["parse_iteration", "parse_memory", "read_job", "record_path", "saved_iteration", "script_version"]
+__all__ += ["stated_layout", "trial_arguments", "version_or_newest", "why_no_plan_helps", "write_arguments"]

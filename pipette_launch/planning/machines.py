@@ -17,6 +17,7 @@ from pipette_launch.facts.accelerators import DeviceSpec
 from pipette_launch.facts.fabric import BUILT_IN, UNIFORM, FabricSpec, built_in_fabric
 from pipette_launch.facts.known_devices import DeviceFile
 from pipette_launch.facts.measurements import layers_digest
+from pipette_launch.megatron import Dialect
 from pipette_launch.text import did_you_mean
 
 DEVICES_PER_HOST = 8
@@ -81,9 +82,14 @@ class TargetMachines:
         """Network between imagined hosts, in a few words. The text is empty for measured hosts and for one host."""
         return self.fabric.words(self.spec, self.num_hosts) if self.spec is not None and self.num_hosts > 1 else ""
 
+    def dialect(self, arguments: Sequence[str], *, script: str, bridge_config: str | Path | None) -> Dialect:
+        """Return reader and writer of a job's words. `bridge_config` is a configuration that Megatron-Bridge saved."""
+        saved = None if bridge_config is None else Path(bridge_config)
+        return megatron.dialect_of(checked_words(arguments), script=script, world_size=self.world_size, saved=saved)
+
     def job(
         self,
-        arguments: Sequence[str],
+        dialect: Dialect,
         *,
         script: str,
         megatron_version: str | None,
@@ -96,7 +102,7 @@ class TargetMachines:
         """
         version, guess = megatron.version_or_newest(megatron_version, script, environment)
         job = megatron.read_job(
-            checked_words(arguments),
+            dialect.flags(version),
             world_size=self.world_size,
             megatron_version=version,
             device_kind=self.kind,

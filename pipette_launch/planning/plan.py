@@ -13,7 +13,6 @@ from typing import Literal
 
 import numpy as np
 
-from pipette_launch import megatron
 from pipette_launch.cost.compute.carried_over import with_extrapolated_times
 from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.learned import NOTHING_LEARNED, Corrections, corrections_from
@@ -26,6 +25,7 @@ from pipette_launch.facts.known_devices import DeviceFile
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.facts.plan import in_order_of
 from pipette_launch.facts.schedule import schedule_names
+from pipette_launch.megatron import Dialect
 from pipette_launch.planning.machines import TargetMachines, checked_words, machines_of
 from pipette_launch.planning.plan_key import plan_key
 from pipette_launch.search.candidates import SearchInputs
@@ -60,6 +60,8 @@ class PlanRequest:
     seed: int = SEED
     top: int = TOP
     """Number of sets of degrees in the ranked list."""
+    bridge_config: str | Path | None = None
+    """Configuration that Megatron-Bridge saved, for a job whose arguments are overrides of a recipe."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +72,7 @@ class PlanProblem:
     machines: TargetMachines
     job: Job
     measurements: Measurements
+    dialect: Dialect
 
 
 def plan(
@@ -85,6 +88,7 @@ def plan(
     budget_s: float = SEARCH_BUDGET_S,
     seed: int = SEED,
     megatron_version: str | None = None,
+    bridge_config: str | Path | None = None,
 ) -> Plan:
     """Choose layout, schedule and placement for a Megatron command line, as `pipette plan` does, but write nothing.
 
@@ -108,6 +112,7 @@ def plan(
         budget_s: limit of the search in processor seconds.
         seed: seed of random numbers. Equal arguments give equal plans unless the budget ends the search.
         megatron_version: such as `0.16.1`. None = the version that a script here would import, else the newest known.
+        bridge_config: configuration that Megatron-Bridge saved, for a job whose arguments are overrides of a recipe.
 
     Returns:
         The plan, with times in seconds and sizes in bytes. `chosen.placement` has the rank of each device slot.
@@ -130,6 +135,7 @@ def plan(
         budget_s=budget_s,
         seed=seed,
         megatron_version=megatron_version,
+        bridge_config=bridge_config,
     )
     return search_plan(read_problem(request))
 
@@ -146,8 +152,10 @@ def read_problem(request: PlanRequest) -> PlanProblem:
         cluster=request.cluster,
         fabric=request.fabric,
     )
+    script, config = request.script, request.bridge_config
+    dialect = machines.dialect(request.arguments, script=script, bridge_config=config)
     job = machines.job(
-        request.arguments,
+        dialect,
         script=request.script,
         megatron_version=request.megatron_version,
         environment=os.environ,
@@ -157,7 +165,8 @@ def read_problem(request: PlanRequest) -> PlanProblem:
     )
     moe = (ONE_EXPERT_SIZE,) if machines.spec is not None and job.model.num_experts else ()
     job = replace(job, notes=(*job.notes, *machines.notes, *moe))
-    return PlanProblem(request=request, machines=machines, job=job, measurements=_measurements(machines, job))
+    measured = _measurements(machines, job)
+    return PlanProblem(request=request, machines=machines, job=job, measurements=measured, dialect=dialect)
 
 
 def search_plan(problem: PlanProblem) -> Plan:
@@ -186,7 +195,7 @@ def search_plan(problem: PlanProblem) -> Plan:
         problem.job,
         measured,
         script=request.script,
-        arguments=request.arguments,
+        dialect=problem.dialect,
         machines=machines.origin,
         network=machines.network,
     )
@@ -218,7 +227,7 @@ def with_setting(
     measurements: Measurements,
     *,
     script: str,
-    arguments: Sequence[str],
+    dialect: Dialect,
     machines: str,
     network: str = "",
 ) -> Plan:
@@ -230,11 +239,11 @@ def with_setting(
 
     @cache
     def with_layout(layout: Layout) -> tuple[str, ...]:
-        return megatron.write_arguments(arguments, job=job, layout=layout)
+        return dialect.written(job, layout)
 
     setting = Setting(
         script=script,
-        arguments=tuple(arguments),
+        arguments=dialect.words,
         new_arguments=with_layout(plan.chosen.layout),
         num_parameters=sum(part.count for part in stage_parameters(job.model, Layout())),
         global_batch_size=job.batch.global_batch_size,

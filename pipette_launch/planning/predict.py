@@ -47,6 +47,7 @@ def predict(
     script: str = "pretrain_gpt.py",
     environment: Mapping[str, str] | None = None,
     cache: Path | None = None,
+    bridge_config: str | Path | None = None,
 ) -> Prediction:
     """Predict memory and step time of exactly the configuration of a Megatron command line, but start nothing.
 
@@ -68,6 +69,7 @@ def predict(
         script: path of the script, which may not exist. A Megatron in the same folder gives the version.
         environment: environment variables of the job's workers.
         cache: folder that keeps results of the method `abstract`. None = keep no results.
+        bridge_config: configuration that Megatron-Bridge saved, for a job whose arguments are overrides of a recipe.
 
     Raises:
         PipetteError: wrong flags or sizes, an unknown name, or a package that `abstract` needs is missing.
@@ -79,7 +81,7 @@ def predict(
         raise OptionError("method", f"must be one of {', '.join(get_args(Method))}, got {method!r}")
     check_share("memory_margin", memory_margin)
     job = machines.job(
-        arguments,
+        machines.dialect(arguments, script=script, bridge_config=bridge_config),
         script=script,
         megatron_version=megatron_version,
         environment=environment or {},

@@ -255,22 +255,30 @@ def paste_text(old: Sequence[str], new: Sequence[str], *, width: int = 0) -> str
 def changed_flags(old: Sequence[str], new: Sequence[str]) -> tuple[list[list[str]], list[str]]:
     """Return flags, with values, to append to the old command line for the new one, and the flags to delete first."""
     before, after = _values_of_flags(old), _values_of_flags(new)
-    added = [[flag, *values] if flag else [*values] for flag, values in after.items() if before.get(flag) != values]
+    changed = ((flag, values) for flag, values in after.items() if before.get(flag) != values)
+    added = [
+        [_joined(flag, values)] if flag[-1:] == "=" else [*filter(None, (flag,)), *values] for flag, values in changed
+    ]
     return added, [flag for flag in before if flag not in after]
 
 
 def _values_of_flags(arguments: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return flags with their values. A repeated flag has the last values, as in Megatron."""
+    """Return flags with their values. A repeated flag has the last values, as in Megatron.
+
+    An override of Megatron-Bridge, such as `model.seq_length=4096`, is a flag whose name ends with `=`.
+    """
     groups: dict[str, list[str]] = {}
     flag = ""
     for word in arguments:
         if word.startswith("--"):
             flag, equals, value = word.partition("=")
             groups[flag] = [value] if equals else []
+        elif override := re.match(r"[+~]*\w+(\.\w+)+=", word):
+            groups[override[0]] = [word[override.end() :]]
         else:
             groups.setdefault(flag, []).append(word)
     return {name: tuple(values) for name, values in groups.items()}
 
 
 def _joined(flag: str, values: Sequence[str]) -> str:
-    return " ".join((flag, *values)) if flag else " ".join(values)
+    return flag + " " * (flag[-1:] not in ("", "=")) * bool(values) + " ".join(values)

@@ -573,6 +573,7 @@ def test_the_flags_are_frozen() -> None:
         "--json",
         "--margin",
         "--megatron-version",
+        "--bridge-config",
         "--memory-margin",
         "--module",
         "--nnodes",

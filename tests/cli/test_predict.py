@@ -132,6 +132,7 @@ def test_the_flags_are_frozen() -> None:
         "--hosts",
         "--json",
         "--megatron-version",
+        "--bridge-config",
         "--memory-margin",
         "--method",
         "--module",

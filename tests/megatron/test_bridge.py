@@ -1,0 +1,204 @@
+"""Jobs of Megatron-Bridge are read from its configuration, and layouts are written as its overrides."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipette_launch.errors import FileFormatError, MegatronError
+from pipette_launch.facts import Job, Recompute
+from pipette_launch.megatron import dialect_of, is_bridge, read_job
+from pipette_launch.megatron.bridge import Overrides
+from pipette_launch.report.screen import arguments_diff
+
+VERSION = "0.16.1"
+MODEL = {
+    "num_layers": 8,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "seq_length": 256,
+    "ffn_hidden_size": 1024,
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "virtual_pipeline_model_parallel_size": None,
+    "pipeline_model_parallel_layout": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "make_vocab_size_divisible_by": 128,
+    "position_embedding_type": "rope",
+    "rotary_base": 1e6,
+    "gated_linear_unit": True,
+    "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
+    "num_query_groups": 4,
+    "share_embeddings_and_output_weights": False,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "params_dtype": {"_target_": "torch.float32", "_call_": False},
+}
+FULL = Recompute(granularity="full", method="uniform", num_layers=1)
+CONFIG: dict[str, Any] = {
+    "model": MODEL,
+    "train": {"micro_batch_size": 1, "global_batch_size": 16, "train_iters": 10},
+    "ddp": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    "optimizer": {"optimizer": "adam", "use_distributed_optimizer": True, "overlap_param_gather": True, "lr": 1e-4},
+    "comm_overlap": {"tp_comm_overlap": False, "overlap_grad_reduce": None, "overlap_param_gather": None},
+    "mixed_precision": "bf16_mixed",
+    "tokenizer": {"tokenizer_type": "NullTokenizer", "vocab_size": 32000},
+    "dataset": {"_target_": "megatron.bridge.training.config.GPTDatasetConfig", "seq_length": 256},
+    "peft": None,
+}
+PACKAGE = {
+    "__init__.py": "",
+    "training/__init__.py": "",
+    "training/mixed_precision.py": "get_mixed_precision_config = {'bf16_mixed': {'bf16': True}}.get\n",
+    "training/pretrain.py": "def pretrain(config, forward_step_func):\n    raise SystemExit('trained')\n",
+}
+SCRIPT = """
+import sys
+from types import SimpleNamespace
+from megatron.bridge.training.pretrain import pretrain
+import json
+config = json.loads(sys.argv[1])
+class Config(SimpleNamespace):
+    def to_yaml(self, path):
+        open(path, "w").write(json.dumps(vars(self)))
+print("words of the script")
+pretrain(Config(**config), forward_step_func=None)
+"""
+
+
+def bridge_of(path: Path, *words: str, **sections: Any) -> Overrides:
+    """Return the dialect of words with a saved configuration."""
+    file = path / "config.json"
+    file.write_text(json.dumps({**CONFIG, **sections}))
+    found = dialect_of(words, script="run_recipe.py", world_size=8, saved=file)
+    assert isinstance(found, Overrides)
+    return found
+
+
+def job_of(overrides: Overrides) -> Job:
+    """Read the job of a dialect for eight GPUs."""
+    words = overrides.flags(VERSION)
+    return read_job(words, world_size=8, megatron_version=VERSION, device_kind="cuda", without_probes=True)
+
+
+def test_a_configuration_and_overrides_describe_a_job(tmp_path: Path) -> None:
+    """Shape, precision and layout come from the file, and overrides among the words win."""
+    job = job_of(bridge_of(tmp_path, "--recipe", "x", "model.tensor_model_parallel_size=4", "train.micro_batch_size=2"))
+    model, own = job.model, job.own
+    assert (model.hidden_size, model.num_query_groups, model.gated_linear_unit, model.vocab_size) == (
+        512,
+        4,
+        True,
+        32000,
+    )
+    assert (model.params_dtype, model.normalization, model.untie_embeddings_and_output_weights) == (
+        "bf16",
+        "RMSNorm",
+        True,
+    )
+    assert (own.tp, own.pp, own.dp, own.micro_batch_size) == (4, 2, 1, 2)
+    assert own.sequence_parallel
+    assert own.overlap_param_gather
+    assert job.batch.global_batch_size == 16
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tp": 4, "etp": 4, "pp": 1, "dp": 2},
+        {"tp": 1, "etp": 1, "pp": 4, "dp": 2, "sequence_parallel": False, "vpp": 2},
+        {
+            "pp": 4,
+            "dp": 1,
+            "layers_per_chunk": (1, 2, 2, 3),
+            "recompute": Recompute(granularity="full", method="uniform", num_layers=1),
+        },
+        {"recompute": Recompute(granularity="selective", modules=("core_attn", "mlp")), "micro_batch_size": 2},
+        {"use_distributed_optimizer": False, "overlap_param_gather": False, "overlap_grad_reduce": False},
+    ],
+)
+def test_a_written_layout_is_read_again(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """The overrides of a layout, applied to the recipe's configuration, give the same layout and the same model."""
+    mine = bridge_of(tmp_path, "--recipe", "x", "model.tensor_model_parallel_size=2")
+    job = job_of(mine)
+    layout = replace(job.own, **changes)
+    again = job_of(bridge_of(tmp_path, *mine.written(job, layout)))
+    assert again.own == layout
+    assert again.batch == job.batch
+    assert again.model.padded_vocab_size(again.own.tp) == job.model.padded_vocab_size(job.own.tp)
+
+
+def test_written_words_keep_the_users_words_and_name_what_the_runner_would_derive(tmp_path: Path) -> None:
+    """Overrides replace the user's own, and the split of the layers and the batch are always stated with a new PP."""
+    mine = bridge_of(tmp_path, "--recipe", "x", "model.pipeline_model_parallel_size=2", "scheduler.lr_warmup_iters=3")
+    job = job_of(mine)
+    words = mine.written(job, replace(job.own, pp=1, dp=4))
+    assert words[:3] == ("--recipe", "x", "scheduler.lr_warmup_iters=3")
+    assert "model.pipeline_model_parallel_layout=null" in words
+    assert "train.global_batch_size=16" in words
+    assert ("~", "model.pipeline_model_parallel_size=2 → 1") in arguments_diff(mine.words, words)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"peft": {"dim": 8}}, "peft"),
+        ({"model": {**MODEL, "vision_config": {"depth": 2}}}, "several towers"),
+        ({"mixed_precision": "bf16_with_mxfp8_mixed"}, "only Bridge knows"),
+    ],
+)
+def test_jobs_that_no_flags_describe_are_refused(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
+    """Adapters, several towers, and named precisions of Bridge raise an error with the setting."""
+    with pytest.raises(MegatronError, match=message):
+        bridge_of(tmp_path, **sections).flags(VERSION)
+
+
+def test_a_file_without_a_model_is_refused(tmp_path: Path) -> None:
+    """Another YAML file raises an error that says which file is needed."""
+    (tmp_path / "other.yaml").write_text("a: [1, 2]\n")
+    with pytest.raises(FileFormatError, match=r"section `model`.*--dry-run"):
+        dialect_of((), script="x.py", world_size=8, saved=tmp_path / "other.yaml")
+
+
+def test_bridge_is_recognised_by_overrides_or_imports(tmp_path: Path) -> None:
+    """Overrides and imports of Bridge count, and words of Megatron-LM do not."""
+    (tmp_path / "train.py").write_text("from megatron.bridge.training.pretrain import pretrain\n")
+    assert is_bridge(["model.seq_length=4096"], "absent.py")
+    assert is_bridge([], str(tmp_path / "train.py"))
+    assert not is_bridge(["--num-layers", "4", "--data-path", "a.b=c"], "pretrain_gpt.py")
+
+
+def test_without_bridge_the_error_names_the_file_that_is_needed() -> None:
+    """A recipe cannot be read without megatron-bridge, and the error names the flag for a saved configuration."""
+    with pytest.raises(MegatronError, match=r"--bridge-config FILE"):
+        dialect_of(["model.seq_length=4096"], script="run_recipe.py", world_size=8)
+
+
+@pytest.mark.parametrize("ends", ["", "sys.exit(3)\n"])
+def test_a_script_runs_up_to_pretrain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    """A script of a package with Bridge's names gives its configuration, or an error if it does not train."""
+    pytest.importorskip("megatron.core")
+    for name, text in PACKAGE.items():
+        file = tmp_path / "megatron" / "bridge" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("import json\n", f"import json\n{ends}"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("pipette_launch.megatron.bridge.find_spec", lambda _name: True)
+    words = (json.dumps(CONFIG),)
+    if ends:
+        with pytest.raises(MegatronError, match="exits with 3 before its first training step"):
+            dialect_of(words, script=str(script), world_size=8)
+        return
+    found = dialect_of(words, script=str(script), world_size=8)
+    assert isinstance(found, Overrides)
+    assert found.config == {**CONFIG, "mixed_precision": {"bf16": True}}

@@ -82,6 +82,20 @@ def test_faster_points_stand_further_left(browser: Browser, pages: dict[str, Pat
     assert all((one[2] <= limit) == (browser.box(".limit")[1] < one[3]) for one in points)
 
 
+def test_a_click_on_a_point_shows_its_flags(browser: Browser, pages: dict[str, Path]) -> None:
+    """Flags stand below the plot after a click, ready to copy; the table has the same flags."""
+    browser.open(pages["small"])
+    assert browser.run("document.querySelector('#picked').hidden")
+
+    browser.run("document.querySelector('.point.chosen').click()")
+    browser.run("new Promise((done) => setTimeout(done, 100))")
+
+    flags = browser.run("document.querySelector('.point.chosen').dataset.flags")
+    assert flags == text_of(browser, "#picked pre")
+    assert text_of(browser, "#picked p").startswith("chosen: ")
+    assert flags.replace(" \\\n", " ") in text_of(browser, "#alternatives")
+
+
 def test_keys_reach_what_the_pointer_reaches(browser: Browser, pages: dict[str, Path]) -> None:
     """Tab shows a point's figures, arrows walk the matrix and the passes, + and 0 zoom; Escape hides the figures."""
     browser.open(pages["small"])

@@ -176,7 +176,7 @@ def alternatives(plan: Plan) -> dict[str, Any]:
                 {
                     "mark": role.partition(",")[0],
                     "tip": f"{ROLES.get(role, role)}: {words}\n{step} a step, {memory} on the fullest device",
-                    "flags": flags or "your own flags, unchanged",
+                    "flags": flags.replace(" --", " \\\n--") or "your own flags, unchanged",
                     "step_s": one.step_time_s,
                     "bytes": one.need_bytes,
                     "x": across.percent(one.step_time_s),

@@ -279,9 +279,9 @@ SPAN = 2.0
 """Layouts are listed up to this multiple of the chosen step."""
 MOST_SPREAD = 64
 """Largest number of base layouts that are looked at for the front, spread evenly over all bounds."""
-MOST_LEAN = 8
+MOST_LEAN = 6
 """Largest number of layouts that are priced only for the front."""
-PRICED_SLOTS = 2048
+PRICED_SLOTS = 1024
 """Up to this number of slots, listed layouts are priced. On more slots pricing takes long, and the list has bounds."""
 LEAST_GAIN = 0.01
 """A layout is priced for the front if its bound is this share below the bounds of all layouts with less memory."""
@@ -307,7 +307,8 @@ def ranking(
     pool: dict[Layout, Candidate | Promising] = {one.layout: one for one in candidates}
     sets = {DEGREES(layout): layout for layout in reversed(frontier.quick())}
     wanted = [*reversed(sets.values())][:count]
-    lean = [layout for layout in _lean(frontier, near_s) if layout not in wanted and layout not in pool]
+    lean = _lean(frontier, near_s) if may_price else []
+    lean = [layout for layout in lean if layout not in wanted and layout not in pool]
     for one in frontier.bounded([*(layout for layout in wanted if layout not in pool), *lean]):
         pool[one.layout] = inputs.price(one, is_late=is_late) if may_price and not is_late() else one
     best = {DEGREES(chosen.layout): Ranked.of(chosen)}

@@ -158,8 +158,12 @@ class Frontier:
         return self._with_peaks([(float(least_N[row]), row, columns.layout(row)) for row in order])
 
     def quick(self) -> list[Layout]:
-        """Return layouts that fit with the fastest flags and without recompute: some of the fastest sets of degrees."""
-        return self._that_fit(self._order_N, math.inf)
+        """Return layouts that fit with the fastest flags and without recompute, of the fastest sets of degrees."""
+        if (len(self._order_N), math.inf, False) in self._those_that_fit:
+            return self._that_fit(self._order_N, math.inf)
+        rows = self._order_N[:DIVED_AT_ONCE]
+        first_U = self._base.columns.take(rows).groups(*_DEGREES, "etp", "micro_batch_size").first_U
+        return self._that_fit(rows[np.sort(first_U)], math.inf)
 
     def bounded(self, layouts: Sequence[Layout]) -> list[Promising]:
         """Return layouts with their lower bounds and the bytes of each pipeline rank."""

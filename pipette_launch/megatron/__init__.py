@@ -3,10 +3,9 @@
 Only this package knows Megatron's flags.
 """
 
-from pipette_launch.megatron.bridge import is_bridge
+from pipette_launch.megatron.bridge import Dialect, Flags, dialect_of, is_bridge
 from pipette_launch.megatron.checkpoint import Continuation, continuation
 from pipette_launch.megatron.checkpoint_files import record_path, saved_iteration
-from pipette_launch.megatron.dialects import Dialect, Flags, dialect_of
 from pipette_launch.megatron.flags import newest_release
 from pipette_launch.megatron.layout import write_arguments
 from pipette_launch.megatron.logs import (

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pipette_launch.errors import FileFormatError, MegatronError
 from pipette_launch.facts import Job, Layout, files
@@ -120,7 +120,7 @@ def is_bridge(words: Sequence[str], script: str) -> bool:
     return path.is_file() and "megatron.bridge" in path.read_text(encoding="utf-8", errors="replace")
 
 
-def saved(path: Path, words: Sequence[str]) -> Overrides:
+def read_saved(path: Path, words: Sequence[str]) -> Overrides:
     """Read a configuration that Bridge saved (YAML or JSON), and apply the overrides among the words."""
     config = _configuration(files.read_bytes(path).decode("utf-8", errors="replace"), str(path))
     for word in filter(OVERRIDE.match, words):
@@ -388,3 +388,48 @@ def _overlaps(config: Config, found: Config) -> dict[str, Any]:
     chosen = {name: value if wanted.get(name) is None else wanted[name] for name, value in usual.items()}
     chosen |= {"overlap_p2p_comm": None, "align_param_gather": None}
     return {**chosen, "tp_comm_overlap": bool(wanted.get("tp_comm_overlap") and is_sharded)}
+
+
+# -- dialects: the words by which a job's script takes its settings
+
+
+class Dialect(Protocol):
+    """Reader and writer of a script's words."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The user's words after the script's name."""
+
+    def flags(self, version: str) -> tuple[str, ...]:
+        """Return Megatron's flags of a release that describe the same job."""
+
+    def written(self, job: Job, layout: Layout) -> tuple[str, ...]:
+        """Return the words with which the script runs exactly the given layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """Megatron's own flags."""
+
+    words: tuple[str, ...]
+
+    def flags(self, version: str) -> tuple[str, ...]:  # noqa: ARG002
+        """Return the words themselves."""
+        return self.words
+
+    def written(self, job: Job, layout: Layout) -> tuple[str, ...]:
+        """Return the words with the flags of a layout."""
+        return write_arguments(self.words, job=job, layout=layout)
+
+
+def dialect_of(words: Sequence[str], *, script: str, world_size: int, saved: Path | None = None) -> Dialect:
+    """Return the dialect of a job's words.
+
+    `saved` is a configuration that Megatron-Bridge saved. Without this file, a script of Megatron-Bridge runs up to its
+    training as one of `world_size` ranks. Raise PipetteError if the configuration cannot be read.
+    """
+    if saved is not None:
+        return read_saved(saved, words)
+    if is_bridge(words, script):
+        return from_script(script, words, world_size=world_size)
+    return Flags(tuple(words))

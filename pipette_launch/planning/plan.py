@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -123,14 +123,11 @@ def plan(
         PipetteError: wrong flags, a damaged file, or an unknown name.
 
     """
+    given: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus_per_node, "world_size": world_size, "gpu": gpu}
+    given |= {"cluster": cluster, "fabric": fabric}
     request = PlanRequest(
         arguments=tuple(checked_words(arguments)),
-        gpu=gpu,
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        world_size=world_size,
-        cluster=cluster,
-        fabric=fabric,
+        **given,
         fix=tuple(fix.split(",") if isinstance(fix, str) else fix),
         budget_s=budget_s,
         seed=seed,

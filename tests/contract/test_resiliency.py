@@ -94,7 +94,8 @@ def test_a_launcher_that_ft_launcher_runs(tmp_path: Path, num_workers: int) -> N
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
 
-    done = pipette(tmp_path, f"--nproc-per-node={num_workers}", "--max-restarts=1", script, **OUTER)
+    # Without a flag that sets where nodes meet, the launcher would join the job that the variables describe.
+    done = pipette(tmp_path, "--standalone", f"--nproc-per-node={num_workers}", "--max-restarts=1", script, **OUTER)
 
     assert 0 == done.code, done.err
     seen = done.workers

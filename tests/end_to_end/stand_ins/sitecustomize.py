@@ -17,7 +17,7 @@ if "pipette_launch.probe.run" in sys.orig_argv:
     from pipette_launch.facts.health import Verdict
     from pipette_launch.probe.messages import WarmupOrder
 
-    asked = files.read(Path(sys.orig_argv[-1]), WarmupOrder)
+    asked = files.read(Path(sys.orig_argv[sys.orig_argv.index("pipette_launch.probe.run") + 1]), WarmupOrder)
     if os.environ["RANK"] == "0":
         cluster = replace(tiny_cluster(len(asked.hosts), asked.devices_per_host), hosts=asked.hosts)
         measured = tiny_measurements(cluster, asked.cases)

@@ -59,7 +59,7 @@ from pipette_launch.megatron.logs import (
 from pipette_launch.megatron.tokenizers import read_vocabulary
 from pipette_launch.planning.machines import machines_of
 from pipette_launch.probe.health.inventory import switches
-from pipette_launch.probe.messages import PhaseEnd, Sign, WarmupOrder, WorkerResult
+from pipette_launch.probe.messages import LinksOrder, PhaseEnd, Sign, WarmupOrder, WorkerResult
 from pipette_launch.report.live import live_line, live_screen
 from pipette_launch.report.measured import measured_screen
 from pipette_launch.report.plan import plan_file_screen
@@ -129,8 +129,8 @@ DOCUMENTS: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "shortage": (SHORTAGE, lambda made: (made.sentence, made.margin(0.08), made.leaner(PLAN))),
     "live-job": (LIVE, lambda made: (live_screen(made, (0.5, 0.6)), live_line(made))),
     "explained": (Explained(keys=(Explanation(key="gap", what="w", unit="", how="h", source="s", value=""),)), str),
-    "fabric": (FABRIC, lambda made: machines_of(world_size=32, num_hosts=4, gpu="h100-sxm", fabric=made)),
-    "device": (DEVICE, lambda made: machines_of(world_size=32, num_hosts=4, gpu=made)),
+    "fabric": (FABRIC, lambda made: machines_of(world_size=32, nodes=4, gpu="h100-sxm", fabric=made)),
+    "device": (DEVICE, lambda made: machines_of(world_size=32, nodes=4, gpu=made)),
     "devices": (DeviceFiles(devices=(DEVICE,)), str),
     "schedule": (ORDER, ScheduleFile.schedule),
     "prediction": (screens.prediction(), str),
@@ -172,6 +172,10 @@ DOCUMENTS: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "arrival": (Arrival(meeting=1, record=records(1)[0], held=None), str),
     "trial-report": (TrialReport(step_s=(1.0,), failure=TOLD, took_s=2.0), str),
     "sign": (Sign(phase="links", at_s=1.0, limit_s=2.0, ended=(PhaseEnd(phase="a", seconds=1.0, words=""),)), str),
+    "links-options": (
+        LinksOrder(hosts=CLUSTER.hosts, output="out", progress_dir="signs", message_sizes_bytes=(8, 64, 512)),
+        str,
+    ),
     "probe-options": (
         WarmupOrder(
             job=tiny_job(),
@@ -263,7 +267,7 @@ def _machines(data: bytes) -> None:
     gpu, fabric = (None if "/" in word else word or None for word in words[3:5])
     # Matrices of as many hosts as are allowed take gigabytes.
     with mock.patch("pipette_launch.planning.machines.MOST_HOSTS", 128):
-        machines_of(num_hosts=hosts, devices_per_host=devices, world_size=ranks, gpu=gpu, fabric=fabric)
+        machines_of(nodes=hosts, gpus_per_node=devices, world_size=ranks, gpu=gpu, fabric=fabric)
 
 
 def _rendezvous(data: bytes) -> None:

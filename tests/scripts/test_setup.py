@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_pages import ROOT, blocks
+from doc_pages import ROOT
 
 TOOLS = ("bash", "cat", "chmod", "cksum", "cp", "dirname", "env", "flock", "grep", "ln", "mkdir", "rm", "touch")
 INTERPRETER = f"""#!/bin/bash
@@ -84,12 +84,11 @@ def clone(tmp_path: Path) -> Clone:
     return Clone(tmp_path)
 
 
-def test_the_readme_shows_both_commands_first() -> None:
-    """Its first two commands are scripts/smoke and scripts/test, and CI runs the second."""
-    typed = [block.text for block in blocks(ROOT / "README.md") if block.language == "bash"]
-    first = [line.partition("#")[0].strip() for line in "".join(typed).splitlines()[:2]]
+def test_the_readme_names_both_commands() -> None:
+    """It names scripts/smoke and scripts/test, and CI runs the second."""
+    readme = (ROOT / "README.md").read_text()
 
-    assert ["scripts/smoke", "scripts/test"] == first
+    assert all(f"`{command}`" in readme for command in ("scripts/smoke", "scripts/test"))
     assert "/scripts/test" in (ROOT / ".ci" / "run").read_text()
 
 

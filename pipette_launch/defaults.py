@@ -71,9 +71,7 @@ PROBE_S = Deadline(0.5, "one connection to a launcher that is missing at a meeti
 PROOF_S = Deadline(1.5, "an answer of a launcher that others believe lost", "its host counts as lost")
 PEER_WAIT_S = Deadline(120.0, "a message of another launcher, which may be ending its workers", "its host is left out")
 GOODBYE_S = Deadline(10.0, "the last launchers to leave the first launcher's store", "the first launcher ends")
-NEWS_S = Deadline(
-    1.0, "another node's first iteration, after a worker died", "the plan counts as one that cannot start"
-)
+NEWS_S = Deadline(1.0, "another node's first iteration, after a worker died", "the plan counts as unable to start")
 END_S = Deadline(10.0, "the kernel to end killed workers", "a message names the processes")
 STOPPED_S = Deadline(30.0, "a stopped worker to go on", "the worker is killed")
 SIGNALLED_S = Deadline(5.0, "a console that takes no output, after a signal", "the rest of the output is lost")

@@ -69,7 +69,7 @@ def by_host(plan: Plan) -> tuple[int, ...]:
 
 
 def order_files(plan: Plan, target: Target, environment: dict[str, str]) -> dict[str, str]:
-    """Return the texts of the files that a launcher needs, by name; `environment` is what the plan's layout needs."""
+    """Return name and text of each file that a launcher needs. `environment` has variables that the layout needs."""
     odd = [host for host in plan.hosts if not NAME.fullmatch(host)]
     if odd:
         raise UsageError(

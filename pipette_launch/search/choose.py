@@ -16,7 +16,7 @@ from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.plan import Ranked, Rate
 from pipette_launch.facts.schedule import ScheduleFile
 from pipette_launch.search.candidates import Candidate, Promising, SearchInputs, doublings_apart
-from pipette_launch.search.frontier import Frontier
+from pipette_launch.search.frontier import ALL_DEGREES, Frontier
 from pipette_launch.search.slots import IsLate, Placed, Placement, Slots, host_order
 
 EQUAL = 0.005
@@ -274,7 +274,7 @@ def _diverse(rest: list[Candidate], best: Candidate, count: int) -> list[Candida
     return sorted(chosen, key=lambda one: one.placed.cost_s)
 
 
-DEGREES = attrgetter("tp", "pp", "cp", "ep", "etp")
+DEGREES = attrgetter(*ALL_DEGREES)
 SPAN = 2.0
 """Layouts are listed up to this multiple of the chosen step."""
 MOST_SPREAD = 64
@@ -326,7 +326,7 @@ def _lean(frontier: Frontier, below_s: float) -> list[Layout]:
     bases = frontier.bases(below_s=below_s)
     if not len(bases):
         return []
-    first = np.sort(bases.groups("tp", "pp", "cp", "ep", "etp", "micro_batch_size", "vpp").first_U)
+    first = np.sort(bases.groups(*ALL_DEGREES, "micro_batch_size", "vpp").first_U)
     spread = np.unique(np.linspace(0, len(first) - 1, MOST_SPREAD).astype(np.int64))
     columns, bound_N, peak_N = frontier.opened(first[spread])
     rows: list[int] = []

@@ -40,7 +40,8 @@ LOOKED_THROUGH = 64
 OFFLOAD_SHARES = (0.25, 0.5, 0.75, 1.0)
 """Shares of modules whose activations a plan may offload."""
 _DEGREES = ("tp", "pp", "cp", "ep")
-
+ALL_DEGREES = (*_DEGREES, "etp")
+"""Degrees by which the ranked list groups layouts."""
 
 _Ready: TypeAlias = tuple[float, int, Layout]
 """Entry of a heap: (lower bound in seconds, position in the order of finding, layout). Tuples are compared fast."""
@@ -162,7 +163,7 @@ class Frontier:
         if (len(self._order_N), math.inf, False) in self._those_that_fit:
             return self._that_fit(self._order_N, math.inf)
         rows = self._order_N[:DIVED_AT_ONCE]
-        first_U = self._base.columns.take(rows).groups(*_DEGREES, "etp", "micro_batch_size").first_U
+        first_U = self._base.columns.take(rows).groups(*ALL_DEGREES, "micro_batch_size").first_U
         return self._that_fit(rows[np.sort(first_U)], math.inf)
 
     def bounded(self, layouts: Sequence[Layout]) -> list[Promising]:

@@ -14,9 +14,9 @@ from pipette_launch.errors import UsageError
 EXAMPLE_ARGS = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 "
     "--vocab-size 32000 --tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 128 --train-iters 100 "
-    "--bf16"
+    "--bf16 --use-distributed-optimizer"
 )
-"""Script flags of a GPT with 7 billion parameters, for the examples of help texts."""
+"""Script flags of a GPT with 7 billion parameters that fits on two H100 nodes, for the examples of help texts."""
 EXIT_CODES = "0 the command printed an answer; 1 it found no answer; 2 the command line or a file is wrong"
 OTHER_NAMES = {"device_kind": "device", "budget_s": "budget", "num_ranked": "top"}
 """Flag of each Python option whose name differs from the flag's name."""

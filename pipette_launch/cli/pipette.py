@@ -105,8 +105,9 @@ def parser() -> ArgumentParser:
 def _epilog(command: Subcommand) -> str:
     lines = [f"  {line}" for line in command.examples]
     if any("$ARGS" in line for line in lines):
-        # A shell splits $ARGS at spaces and at line ends.
-        lines.insert(0, textwrap.fill(f"ARGS='{EXAMPLE_ARGS}'", 78, initial_indent="  ", subsequent_indent=" " * 8))
+        # A shell splits $ARGS at spaces and at line ends, so no line may end inside a flag.
+        wrapped = textwrap.wrap(f"ARGS='{EXAMPLE_ARGS}'", 70, break_on_hyphens=False)
+        lines.insert(0, textwrap.indent("\n      ".join(wrapped), "  "))
     return "\n".join(["examples:", *lines, "", f"exit codes: {command.exit_codes}"])
 
 

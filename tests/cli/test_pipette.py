@@ -16,6 +16,7 @@ from pipette_launch.cli import launcher
 from pipette_launch.cli.flags import EXAMPLE_ARGS, EXIT_CODES
 from pipette_launch.cli.pipette import COMMANDS, command_parsers, main, parser
 from pipette_launch.facts import files
+from pipette_launch.planning.predict import predict
 
 SAME_EVERYWHERE = {
     "--nodes": {"--nodes", "--nnodes", "--hosts"},
@@ -40,6 +41,16 @@ def test_every_help_ends_with_examples_and_exit_codes(name: str, capsys: pytest.
     assert 0 == code
     assert 2 <= out.partition("examples:")[2].count(f"  pipette {name}")
     assert f"exit codes: {COMMANDS[name].exit_codes}\n" in out
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if "$ARGS" in "".join(COMMANDS[name].examples)])
+def test_a_shell_reads_the_flags_of_a_help_text(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The lines of `ARGS='...'` in a help text give the flags of a job that fits on the machines of the examples."""
+    assignment = re.search(r"ARGS='[^']*'", answer([name, "--help"], capsys)[1])
+    assert assignment
+    words = subprocess.check_output(["/bin/bash", "-c", f"{assignment[0]}; echo $ARGS"], text=True).split()
+
+    assert "fits" == predict(words, gpu="H100", nodes=2).verdict
 
 
 def test_alone_it_lists_all_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

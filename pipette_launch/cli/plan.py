@@ -44,7 +44,8 @@ def _plan(args: Namespace) -> int:
     from pipette_launch.report.plan import chosen_line, plan_file_screen, ranked_csv
 
     given = {name: value for name, value in vars(args).items() if name in PlanRequest.__slots__}
-    given["top"] = TOP if args.top is None else args.top
+    # The list takes up to half of a short search, and one printed line does not have it.
+    given["top"] = args.top if args.top is not None else 0 if args.quiet and args.out is None else TOP
     request = PlanRequest(**{**given, "arguments": tuple(args.arguments)})
     problem = read_problem(request)
     if args.out is not None:

@@ -200,7 +200,7 @@ class Ranked:
         )
 
     @property
-    def limited_by(self) -> tuple[str, float] | None:
+    def lost_to(self) -> tuple[str, float] | None:
         """Longest part of the step beside compute, and its share of the step. None = the parts are unknown."""
         parts_s = {name: part_s for name, part_s in self.breakdown_s.items() if name != "compute"}
         if not parts_s:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -87,18 +87,11 @@ def plan(
     fix: Sequence[str] = (),
     budget_s: float = SEARCH_BUDGET_S,
     seed: int = SEED,
+    top: int = TOP,
     megatron_version: str | None = None,
     bridge_config: str | Path | None = None,
 ) -> Plan:
     """Choose layout, schedule and placement for a Megatron command line, as `pipette plan` does, but write nothing.
-
-    >>> import pipette_launch
-    >>> words = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
-    >>> words += " --vocab-size 1000 --tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 8"
-    >>> words += " --train-iters 10"
-    >>> plan = pipette_launch.plan(words.split(), gpu="h100-sxm", nodes=1, fix=["tp", "pp"], megatron_version="0.16.1")
-    >>> plan.chosen.layout.tp, plan.chosen.layout.pp, len(plan.chosen.placement)
-    (1, 1, 8)
 
     Args:
         arguments: words of the job's command line after the script's name.
@@ -111,6 +104,7 @@ def plan(
         fix: parts of the layout that the plan must keep: `tp`, `pp`, `mbs`, `recompute` and others.
         budget_s: limit of the search in processor seconds.
         seed: seed of random numbers. Equal arguments give equal plans unless the budget ends the search.
+        top: number of sets of degrees in the plan's ranked list. With 0, the plan has no list and no front.
         megatron_version: such as `0.16.1`. None = the version that a script here would import, else the newest known.
         bridge_config: configuration that Megatron-Bridge saved, for a job whose arguments are overrides of a recipe.
 
@@ -123,15 +117,19 @@ def plan(
         PipetteError: wrong flags, a damaged file, or an unknown name.
 
     """
-    given: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus_per_node, "world_size": world_size, "gpu": gpu}
-    given |= {"cluster": cluster, "fabric": fabric}
     request = PlanRequest(
         arguments=tuple(checked_words(arguments)),
-        **given,
+        gpu=gpu,
+        cluster=cluster,
+        fabric=fabric,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        world_size=world_size,
+        megatron_version=megatron_version,
         fix=tuple(fix.split(",") if isinstance(fix, str) else fix),
         budget_s=budget_s,
         seed=seed,
-        megatron_version=megatron_version,
+        top=top,
         bridge_config=bridge_config,
     )
     return search_plan(read_problem(request))

@@ -430,7 +430,7 @@ def difference(layout: Layout, first: Layout) -> str:
 def ranked_table(plan: Plan, width: int, most: int) -> Iterator[Line]:
     """Return a table with the first `most` layouts of the ranked list, and the user's own configuration."""
     first, is_wide = plan.ranked[0], width >= WIDE
-    heads = ["", "step", *(["longer"] if is_wide else []), "memory", "MFU", "limited by" if is_wide else "limit", ""]
+    heads = ["", "step", *(["longer"] if is_wide else []), "memory", "MFU", "lost to", ""]
     rows: list[tuple[Line, ...]] = [tuple(text(head, "dim") for head in heads)]
     shown = [(str(place), one, difference(one.layout, first.layout)) for place, one in enumerate(plan.ranked[:most], 1)]
     if not plan.own_fault and plan.own.layout not in {one.layout for _, one, _ in shown}:
@@ -451,12 +451,12 @@ def ranked_table(plan: Plan, width: int, most: int) -> Iterator[Line]:
 def figures(one: Ranked, *, is_short: bool = False) -> tuple[str, str, str, str]:
     """Return step time, memory, MFU and the longest part beside compute, in words. A bound is marked by `≥`."""
     mfu = "" if one.rate is None or one.rate.mfu is None else f"{one.rate.mfu:.0%}"
-    limit = ""
-    if one.limited_by is not None:
-        name, share = one.limited_by
-        limit = f"{SHORT_PARTS.get(name, name) if is_short else name} {share:.0%}"
+    lost = ""
+    if one.lost_to is not None:
+        name, share = one.lost_to
+        lost = f"{SHORT_PARTS.get(name, name) if is_short else name} {share:.0%}"
     at_least = "≥ " if one.is_bound else ""
-    return f"{at_least}{seconds_text(one.step_time_s)}", bytes_text(one.need_bytes), mfu, limit
+    return f"{at_least}{seconds_text(one.step_time_s)}", bytes_text(one.need_bytes), mfu, lost
 
 
 def chart(plan: Plan, width: int) -> Iterator[Line]:
@@ -499,7 +499,7 @@ def ranked_csv(plan: Plan) -> str:
 
 
 def _csv_row(plan: Plan, one: Ranked, place: int | None, front: Collection[Layout]) -> dict[str, object]:
-    limit, share = one.limited_by or ("", None)
+    part, share = one.lost_to or ("", None)
     append, delete = paste_words(plan, one.new_arguments)
     return {
         "place": place,
@@ -509,8 +509,8 @@ def _csv_row(plan: Plan, one: Ranked, place: int | None, front: Collection[Layou
         "memory_bytes": one.need_bytes,
         "mfu": one.rate and one.rate.mfu,
         "tokens_per_s": one.rate and one.rate.tokens_per_s,
-        "limited_by": limit,
-        "limited_by_share": share,
+        "lost_to": part,
+        "lost_to_share": share,
         "on_front": one.layout in front,
         "layout": one.layout.words(),
         "append": append,

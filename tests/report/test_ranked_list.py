@@ -87,6 +87,6 @@ def test_csv_has_a_row_for_each_layout_with_flags() -> None:
 
     assert ["1", "2", ""] == [row["place"] for row in rows]
     assert ["6442450944", "4294967296", "2147483648"] == [row["memory_bytes"] for row in rows]
-    assert "bubble" == rows[0]["limited_by"]
+    assert "bubble" == rows[0]["lost_to"]
     assert "--pipeline-model-parallel-size 2" in rows[0]["append"]
     assert "--recompute-activations" == rows[0]["delete"]

@@ -167,10 +167,10 @@ def alternatives(plan: Plan) -> dict[str, Any]:
     points, rows = [], []
     for role, one in shown:
         words, is_best = one.layout.words(), (role, one) in best
-        step, memory, mfu, limited_by = figures(one)
+        step, memory, mfu, lost_to = figures(one)
         append, delete = paste_words(plan, one.new_arguments)
         flags = f"{append}\n{f'Delete first: {delete}' if delete else ''}".strip()
-        rows.append((words, ROLES.get(role, role), step, memory, mfu, limited_by, "yes" if is_best else "", flags))
+        rows.append((words, ROLES.get(role, role), step, memory, mfu, lost_to, "yes" if is_best else "", flags))
         if (role, one) in drawn:
             points.append(
                 {
@@ -184,7 +184,7 @@ def alternatives(plan: Plan) -> dict[str, Any]:
                     "is_best": is_best,
                 }
             )
-    head = ("layout", "which", "step", "memory", "MFU", "limited by", "on the front", "flags to append")
+    head = ("layout", "which", "step", "memory", "MFU", "lost to", "on the front", "flags to append")
     return {
         "points": points,
         "marks": [(mark, ROLES.get(mark, mark)) for mark in dict.fromkeys(role.partition(",")[0] for role, _ in drawn)],
@@ -220,7 +220,7 @@ def _ranked_table(plan: Plan) -> Table:
         (place, difference(one.layout, plan.ranked[0].layout), *figures(one))
         for place, one in enumerate(plan.ranked, 1)
     ]
-    head = ("", "layout, and its differences to the first", "step", "memory", "MFU", "limited by")
+    head = ("", "layout, and its differences to the first", "step", "memory", "MFU", "lost to")
     return Table("The best layout of each set of degrees", head, rows)
 
 

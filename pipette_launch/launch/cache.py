@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from pipette_launch.errors import FileFormatError, LayoutError, PipetteError, PlanError, UsageError
 from pipette_launch.facts import Choice, Host, Job, Measurements, Plan, files
@@ -21,6 +21,8 @@ from pipette_launch.megatron.performance import performance_options
 from pipette_launch.planning.plan_key import lasting, steering
 
 Kept = TypeVar("Kept", bound=files.Document)
+Later: TypeAlias = "Callable[[Callable[[], None]], None]"
+"""Calls a function after the next decision has reached the other nodes."""
 logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
@@ -158,9 +160,9 @@ class Cache:
             KeptFile(Outcome, self._root, OUTCOMES, machines_of(host), name).write(outcome, trouble)
         return self.save(OUTCOME, outcome)
 
-    def keep_plan(self, plan: Plan, measurements: Measurements | None) -> None:
-        """Write a plan and the measurements that priced the plan into the cache; an error goes into `trouble`."""
-        self.trouble = (self.save(CLUSTER, measurements) if measurements else "") or self.save(PLAN, plan)
+    def keep_plan(self, plan: Plan) -> None:
+        """Write a plan into the cache; an error goes into `trouble`."""
+        self.trouble = self.save(PLAN, plan)
 
     @property
     def plan_path(self) -> Path | None:
@@ -208,15 +210,15 @@ class MachineMeasurements(KeptFile[Measurements]):
         key = files.digest(lasting(hosts), dict(versions), steering(environ))
         super().__init__(Measurements, root, CLUSTERS, key, CLUSTER)
 
-    def kept(self, measurements: Measurements) -> Measurements:
-        """Keep new measurements, completed by earlier times that are still valid; return the completed measurements."""
+    def kept(self, measurements: Measurements, later: Later) -> Measurements:
+        """Return new measurements, completed by earlier times that are still valid; keep these measurements `later`."""
         # Import `carried_over` only here, because a start with a cached plan keeps no new measurements.
         from pipette_launch.cost.compute.carried_over import with_cached_times
 
         if self.path is None:
             return measurements
         whole = with_cached_times(measurements, self.load())
-        self.write(whole, "links cannot be kept, so the next job will measure all of them")
+        later(lambda: self.write(whole, "links cannot be kept, so the next job will measure all of them"))
         return whole
 
 

@@ -57,8 +57,11 @@ MEASURED = ("slow-device", "slow-host", "slow-link")
 class Planner:
     """The job and the measurements of its hosts, on the node that decides for all."""
 
-    def __init__(self, options: Options, script: Script, environ: Mapping[str, str], *, least_nodes: int) -> None:
+    def __init__(
+        self, options: Options, script: Script, environ: Mapping[str, str], *, least_nodes: int, later: cache.Later
+    ) -> None:
         self._options = options
+        self.later = later
         self._script = script
         self._environ = environ
         self._least_nodes = least_nodes
@@ -208,16 +211,25 @@ class Planner:
         return plan
 
     def keep(self, plan: Plan, job: Job) -> None:
-        """Keep a plan in the cache, with report and trace. The log reports errors of report and trace."""
-        self.cache.keep_plan(plan, self.measurements)
-        path = self.cache.plan_path
-        if path is None:
-            return
+        """Keep a plan in the cache. Measurements, report and trace of 1,000 hosts take seconds, so these follow later.
+
+        The log reports errors of measurements, report and trace.
+        """
+        kept, measured = self.cache, self.measurements
+        kept.keep_plan(plan)
+        path = kept.plan_path
+        if path is not None:
+            self.later(lambda: self._add_files(path, kept, plan, job, measured))
+
+    @staticmethod
+    def _add_files(path: Path, kept: Cache, plan: Plan, job: Job, measured: Measurements | None) -> None:
         from pipette_launch.planning.picture import picture_of
 
         try:
-            picture = None if self.measurements is None else picture_of(plan, job, self.measurements)
-            documents = PlanDocuments(plan=plan, measurements=self.measurements, picture=picture)
+            if measured is not None and (trouble := kept.save(CLUSTER, measured)):
+                logger.warning("%s", trouble)
+            picture = None if measured is None else picture_of(plan, job, measured)
+            documents = PlanDocuments(plan=plan, measurements=measured, picture=picture)
             files.write_text(trace_path(path), trace_of(documents))
             files.write_text(page_path(path), page_of(documents))
         except (OSError, PipetteError) as error:
@@ -316,12 +328,13 @@ class Coordinator:
         judge: Judge = judge,
         least_nodes: int = 1,
         is_static: bool = False,
+        later: cache.Later = lambda write: write(),
     ) -> None:
         """Begin; the warm-up leaves its measurements in `folder`, a private folder.
 
         A signal raises `interruption`, which does not count as a failure of a plan. `judge` finds sick devices and
         hosts in the drivers' reports. `least_nodes` is MIN of --nnodes. If `is_static`, the rendezvous waits for all
-        nodes and ignores --nnodes.
+        nodes and ignores --nnodes. `later` gets functions that write files which no decision needs.
         """
         self._options = options
         self._folder = folder
@@ -340,7 +353,7 @@ class Coordinator:
         # Copy of the user's environment, because the agent adds a plan's variables to its own environment.
         environ = dict(os.environ)
         self._script = Script(options, environ)
-        self.planner = Planner(options, self._script, environ, least_nodes=least_nodes)
+        self.planner = Planner(options, self._script, environ, least_nodes=least_nodes, later=later)
         self._trials = TrialCoordinator(options, self._script)
         self._interruption = interruption
         self._is_start = True
@@ -564,7 +577,7 @@ class Coordinator:
             if failure:
                 raise ProbeError(failure)
             found = files.read(self._folder / CLUSTER, Measurements)
-            return self._in_order(bare, self.planner.machine_measurements(links.hosts).kept(found))
+            return self._in_order(bare, self.planner.machine_measurements(links.hosts).kept(found, self.planner.later))
 
         def weigh() -> Decision:
             order = files.loads(WarmupOrder, decision.probe_options, "the order of the warm-up")
@@ -572,7 +585,7 @@ class Coordinator:
             if failure:
                 raise ProbeError(failure)
             found = self._with_conditions(files.read(self._folder / CLUSTER, Measurements))
-            measurements = self.planner.machine_measurements(order.hosts).kept(found)
+            measurements = self.planner.machine_measurements(order.hosts).kept(found, self.planner.later)
             if self._options.probe_to is not None:
                 self.planner.measurements = measurements
                 files.write(self._options.probe_to, measurements, shared=True)

@@ -9,7 +9,8 @@ import tempfile
 import time
 import uuid
 from argparse import Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,16 +48,25 @@ def launch(args: Namespace, options: Options, *, advice: str = "") -> None:
     has_failed = True
     metrics.begin()
     try:
-        elastic.run(
-            args,
-            lambda settings: NodeController(options, settings, folder, metrics=metrics, spans=spans),
-            advice=advice,
-        )
+        # The end of the block waits for the writer, so that the files are whole.
+        with ThreadPoolExecutor(1) as writer:
+            elastic.run(
+                args,
+                lambda settings: NodeController(options, settings, folder, metrics=metrics, spans=spans, writer=writer),
+                advice=advice,
+            )
         has_failed = False
     finally:
         metrics.ended(failed=has_failed)
         spans.end()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _logging_errors(write: Callable[[], None]) -> None:
+    try:
+        write()
+    except Exception:
+        logger.exception("a file beside the plan is missing; the job goes on")
 
 
 class NodeController(Controller):
@@ -70,7 +80,12 @@ class NodeController(Controller):
         *,
         metrics: MetricsFile,
         spans: Spans,
+        writer: Executor,
     ) -> None:
+        self._writer = writer
+        """Thread that writes large files in the background, one after the other."""
+        self._unwritten: list[Callable[[], None]] = []
+        """Functions that write files after the next decision has reached the other nodes."""
         self._options = options
         self._metrics, self._spans = metrics, spans
         self._rendezvous_settings = rendezvous_settings
@@ -97,6 +112,7 @@ class NodeController(Controller):
             interruption=interruption,
             least_nodes=self._rendezvous_settings.least_nodes,
             is_static=self._rendezvous_settings.node_rank >= 0,
+            later=self._unwritten.append,
         )
         bare = NodeRecord(
             token=self._token,
@@ -160,6 +176,8 @@ class NodeController(Controller):
     def show(self, decision: Decision, *, speaks: bool) -> None:
         """Note a decision. The deciding node (`speaks`) prints the decision."""
         self._terminal.end()
+        while self._unwritten:
+            self._writer.submit(_logging_errors, self._unwritten.pop(0))
         self._begin_attempt(decision)
         self._metrics.decided(decision, self._coordinator.planner.cache if speaks else self._cache, decides=speaks)
         if not speaks:
@@ -249,7 +267,9 @@ class NodeController(Controller):
         cache = self._cache
         trouble = cache.keep_outcome(outcome, self._host) if self._host else cache.save(OUTCOME, outcome)
         self._terminal.say(outcome_line(outcome))
-        if trouble := trouble or add_outcome(existing_page(cache.plan_path), outcome):
+        # The writer may still draw the report.
+        adding = self._writer.submit(lambda: add_outcome(existing_page(cache.plan_path), outcome))
+        if trouble := trouble or adding.result():
             self._terminal.warn(trouble)
 
     def _device_peaks(self) -> tuple[PeakReading, ...]:

@@ -39,10 +39,10 @@ def page_path(plan: Path) -> Path:
     return plan.with_name(PAGE) if plan.name == PLAN else plan.with_suffix(".html")
 
 
-def existing_page(plan: Path | None) -> Path | None:
-    """Return the path of a plan's report; None if the report does not exist."""
+def existing_page(plan: Path | None, *, is_due: bool = False) -> Path | None:
+    """Return the path of a plan's report; None if the report neither exists nor is being written (`is_due`)."""
     path = None if plan is None else page_path(plan)
-    return path if path is not None and path.exists() else None
+    return path if path is not None and (is_due or path.exists()) else None
 
 
 def add_outcome(path: Path | None, outcome: Outcome) -> str:

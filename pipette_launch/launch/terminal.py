@@ -195,7 +195,9 @@ class Terminal:
                     arguments=self._options.script_arguments,
                     new_arguments=decision.script_arguments,
                     saved_to=self._options.plan or cache.plan_path,
-                    drawn_to=None if self._options.plan else existing_page(cache.plan_path),
+                    drawn_to=None
+                    if self._options.plan
+                    else existing_page(cache.plan_path, is_due=plan.provenance.source == "measured"),
                     unsaved=cache.trouble,
                     is_whole=self._options.detail == "verbose",
                 )

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -458,18 +458,16 @@ def test_keeps_a_plan(tmp_path: Path) -> None:
 
 def test_a_plan_has_a_path_where_it_was_kept(tmp_path: Path) -> None:
     """Without a cache, or if an older plan could not be replaced, it has no path."""
-    measured = tiny_measurements(tiny_cluster())
     kept, refused, off = Cache(tmp_path, "k"), Cache(tmp_path, "old"), Cache(None, "k")
-    refused.save(PLAN, MADE)
-    (tmp_path / "old" / CLUSTER).mkdir()
+    (tmp_path / "old" / PLAN).mkdir(parents=True)
     assert (None, tmp_path / "old" / PLAN) == (kept.plan_path, refused.plan_path)
     for cache in (kept, refused, off):
-        cache.keep_plan(MADE, measured)
+        cache.keep_plan(MADE)
 
     assert (tmp_path / "k" / PLAN, "") == (kept.plan_path, kept.trouble)
     assert (None, "") == (off.plan_path, off.trouble)
     assert refused.plan_path is None
-    assert refused.trouble.startswith(f"{tmp_path / 'old' / CLUSTER} cannot be written (Is a directory): ")
+    assert refused.trouble.startswith(f"{tmp_path / 'old' / PLAN} cannot be written (Is a directory): ")
 
 
 def test_an_empty_cache_is_no_trouble(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -630,6 +628,11 @@ MACHINES = tiny_cluster(2, 1)
 VERSIONS = {"torch": "2"}
 
 
+def at_once(write: Callable[[], None]) -> None:
+    """Write at once."""
+    write()
+
+
 def machines(root: Path | None, **environ: str) -> MachineMeasurements:
     """Two hosts."""
     return MachineMeasurements(root, MACHINES.hosts, VERSIONS, environ=environ)
@@ -639,7 +642,7 @@ def test_what_was_measured_is_found_by_any_job_on_the_same_hosts(tmp_path: Path)
     """The order of hosts does not matter; other hosts, versions or network settings do."""
     found = tiny_measurements(MACHINES)
     assert machines(tmp_path).load() is None
-    machines(tmp_path).kept(found)
+    machines(tmp_path).kept(found, at_once)
 
     assert found == machines(tmp_path).load()
     assert found == MachineMeasurements(tmp_path, MACHINES.hosts[::-1], VERSIONS, environ={"HOME": "/"}).load()
@@ -652,7 +655,7 @@ def test_without_a_folder_nothing_is_kept() -> None:
     """`--pipette-cache off` is no error."""
     found = tiny_measurements(MACHINES)
 
-    assert found is machines(None).kept(found)
+    assert found is machines(None).kept(found, at_once)
     assert machines(None).load() is None
 
 
@@ -666,7 +669,7 @@ def test_a_damaged_file_and_a_folder_that_takes_none_are_said_and_no_more(
     path.write_text("{")
     assert machines(tmp_path).load() is None
     (tmp_path / "file").write_text("")
-    machines(tmp_path / "file").kept(tiny_measurements(MACHINES))
+    machines(tmp_path / "file").kept(tiny_measurements(MACHINES), at_once)
 
     assert ["not JSON" in caplog.messages[0], "cannot be kept" in caplog.messages[-1]] == [True, True]
 
@@ -674,8 +677,8 @@ def test_a_damaged_file_and_a_folder_that_takes_none_are_said_and_no_more(
 def test_times_of_other_cases_are_added_to_what_is_kept(tmp_path: Path) -> None:
     """Times of the same model from an earlier job are added to the new ones."""
     one, two = (ComputeCase(tp=tp, cp=1, micro_batch_size=1) for tp in (1, 2))
-    machines(tmp_path).kept(replace(tiny_measurements(MACHINES, (one, two)), model_digest="m"))
-    found = machines(tmp_path).kept(replace(tiny_measurements(MACHINES, (one,)), model_digest="m"))
+    machines(tmp_path).kept(replace(tiny_measurements(MACHINES, (one, two)), model_digest="m"), at_once)
+    found = machines(tmp_path).kept(replace(tiny_measurements(MACHINES, (one,)), model_digest="m"), at_once)
 
     assert (one, two) == found.compute_cases()
     assert found == machines(tmp_path).load()

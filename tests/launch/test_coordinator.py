@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,24 @@ def test_the_warmup_becomes_a_plan_that_is_kept(tmp_path: Path) -> None:
     assert ("cpu_backend",) == made.patches
     if made.choice is not None:
         assert made.ranks_of("token-node1") == again.ranks_of("token-node1")
+
+
+def test_large_files_follow_the_decision(tmp_path: Path) -> None:
+    """With the decision only the plan is kept; measurements, report and trace are written later."""
+    unwritten: list[Callable[[], None]] = []
+    first = Coordinator(options(cache=tmp_path / "cache"), tmp_path, later=unwritten.append)
+    warmup = first.decide(records(), None)
+    orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
+    files.write(Path(orders.output), tiny_measurements(tiny_cluster(), orders.cases))
+
+    def names() -> set[str]:
+        return {path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()}
+
+    assert "train" == first.after_warmup(warmup, "").phase
+    assert {PLAN} == names()
+    for write in unwritten:
+        write()
+    assert {PLAN, CLUSTER, PAGE, TRACE} == names()
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyError("a stage")])

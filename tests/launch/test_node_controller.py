@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ LINE = (
 )
 SCRIPT = WorkerCommand(entrypoint="python", arguments=("-u", "x"), environment={})
 TWO = plan(Layout(pp=2, dp=2), Layout(tp=2, dp=2))
+WRITER = ThreadPoolExecutor(1)
 
 
 def begun(folder: Path, **changes: Any) -> NodeController:
@@ -39,6 +41,7 @@ def begun(folder: Path, **changes: Any) -> NodeController:
         folder / "own",
         metrics=MetricsFile(asked.metrics_file),
         spans=Spans({}),
+        writer=WRITER,
     )
     made.begin(SCRIPT, num_slots=2, address="127.0.0.1", interruption=KeyError)
     return made
@@ -136,6 +139,23 @@ def test_an_outcome_never_mixes_two_attempts(tmp_path: Path) -> None:
 
     outcome = files.read(tmp_path / "cache" / "k" / "outcome.json", Outcome)
     assert (Layout(dp=4), 11) == (outcome.layout, outcome.first_iteration)
+
+
+def test_files_are_written_after_the_decision_and_a_crash_of_a_write_is_no_harm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log reports the crash, and the next files are still written."""
+    made = begun(tmp_path)
+    written: list[str] = []
+    made._coordinator.planner.later(lambda: written.append(str(1 // 0)))
+    made._coordinator.planner.later(lambda: written.append("next"))
+    assert [] == written
+
+    made.show(decision(), speaks=True)
+    WRITER.submit(lambda: None).result()
+
+    assert ["next"] == written
+    assert "a file beside the plan is missing" in caplog.text
 
 
 def test_an_outcome_lies_beside_the_plan_in_force(tmp_path: Path) -> None:

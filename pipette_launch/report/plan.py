@@ -140,7 +140,7 @@ def plan_file_screen(
         sections: tuple[Section, ...] = (
             ("Job", _job(plan)),
             ("Machines", _machines(plan)),
-            *_choice(plan, wide - INDENT, most, top=top or min(most, RANKED_ROWS), has_chart=has_chart),
+            *_choice(plan, wide - INDENT, most, top=top or min(most + 2, RANKED_ROWS), has_chart=has_chart),
             ("Flags", flag_lines(setting.arguments, setting.new_arguments) if setting and shows_flags else ()),
             ("Dropped", _dropped(plan) if is_whole else ()),
             ("Notes", _notes(plan, where, most, counts_dropped=not is_whole)),
@@ -433,6 +433,12 @@ def ranked_table(plan: Plan, width: int, most: int) -> Iterator[Line]:
     heads = ["", "step", *(["longer"] if is_wide else []), "memory", "MFU", "lost to", ""]
     rows: list[tuple[Line, ...]] = [tuple(text(head, "dim") for head in heads)]
     shown = [(str(place), one, difference(one.layout, first.layout)) for place, one in enumerate(plan.ranked[:most], 1)]
+    # The line above the table has all words of the chosen layout.
+    shown[0] = (
+        "1",
+        first,
+        f"chosen: {' '.join(word for word in first.layout.words().split() if _name(word) in DEGREES)}",
+    )
     if not plan.own_fault and plan.own.layout not in {one.layout for _, one, _ in shown}:
         shown.append(("", Ranked.of(plan.own), plan.own.layout.words() + ("" if plan.own.fits else ", too large")))
     for place, one, words in shown:

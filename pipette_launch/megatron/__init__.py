@@ -19,11 +19,10 @@ from pipette_launch.megatron.logs import (
     parse_memory,
     why_no_plan_helps,
 )
-from pipette_launch.megatron.pins import fixed_fields
+from pipette_launch.megatron.pins import binding_flag, fixed_fields
 from pipette_launch.megatron.read import global_batch_size, read_job
 from pipette_launch.megatron.script import (
     TrialWords,
-    binding_flag,
     environment,
     script_version,
     stated_layout,

@@ -13,7 +13,7 @@ from pipette_launch.megatron.chunks import hybrid_pattern
 from pipette_launch.megatron.flags import Arguments, release_of
 from pipette_launch.megatron.layout import OPTIMIZER_FIELDS, PP
 from pipette_launch.megatron.performance import unmodelled
-from pipette_launch.megatron.script import Foreign
+from pipette_launch.megatron.script import Foreign, settings
 from pipette_launch.text import did_you_mean
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout))
@@ -76,12 +76,20 @@ def _reasons(when: str) -> dict[str, str]:
 
 REFUSED = _reasons("always")
 """Reasons why a job is neither planned nor predicted, by destination of a flag that is set, or by the flag's value."""
-UNPLANNED = _reasons("if planned")
+UNPLANNED = _reasons("if planned") | _reasons("if placed")
 """Reasons why a job is predicted but not planned, by destination of a flag."""
 UNMODELLED = _reasons("unless measured")
 """Reasons why a job is neither predicted nor planned for described machines, by destination of a flag."""
 UNTIMED = _reasons("if measured")
 """Reasons why no warm-up can time a job, by destination of a flag. `pipette plan --gpu` plans such jobs."""
+BINDING = _reasons("if placed") | _reasons("if ordered")
+"""Reasons why the hosts of a job keep their order, by a setting of any script or by its value."""
+
+
+def binding_flag(words: Sequence[str]) -> str:
+    """Return the first setting of any script that binds ranks to hosts; empty if there is no such setting."""
+    given = ((name, f"{name}={value}".rstrip("=")) for name, value in settings(words))
+    return next((setting for name, setting in given if name in BINDING or setting in BINDING), "")
 
 
 def check_planned(

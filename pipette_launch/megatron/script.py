@@ -174,11 +174,9 @@ DEGREES = (
     *(r"context_parallel_(size|degree)", r"expert_(model_parallel_size|parallel_degree)"),
 )
 """Names of the settings for tp, pp, cp and ep in frameworks on Megatron and in torchtitan, as regular expressions."""
-BINDING = r"(local|node|machine)_rank=.*|inprocess_restart=.*|non_persistent_ckpt_type=local|dataloader_type=external"
-"""Settings with which each rank needs the same host at every start."""
 
 
-def _settings(words: Sequence[str]) -> list[tuple[str, str]]:
+def settings(words: Sequence[str]) -> list[tuple[str, str]]:
     """Return name and value of each setting: `--a-b 2`, `--a-b=2` and `model.a_b=2` are all (`a_b`, `2`)."""
     found = []
     for word, following in zip_longest(words, words[1:], fillvalue=""):
@@ -191,7 +189,7 @@ def _settings(words: Sequence[str]) -> list[tuple[str, str]]:
 
 def stated_layout(words: Sequence[str], world_size: int) -> Layout | None:
     """Return the layout that any script's words state; None if the words state no degree or a doubtful one."""
-    given = _settings(words)
+    given = settings(words)
     found = [{value for name, value in given if re.fullmatch(degree, name)} for degree in DEGREES]
     if not any(found) or any(len(values) > 1 for values in found):
         return None
@@ -203,12 +201,6 @@ def stated_layout(words: Sequence[str], world_size: int) -> Layout | None:
     except ValueError:
         return None
     return layout if layout.world_size == world_size else None
-
-
-def binding_flag(words: Sequence[str]) -> str:
-    """Return the first setting of any script that binds ranks to hosts; empty if there is no such setting."""
-    given = (f"{name}={value}" for name, value in _settings(words))
-    return next((one.rstrip("=") for one in given if re.fullmatch(BINDING, one)), "")
 
 
 class TrialWords(NamedTuple):

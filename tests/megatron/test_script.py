@@ -13,7 +13,6 @@ from megatron_lines import SMALL, job
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Layout
 from pipette_launch.megatron import (
-    binding_flag,
     environment,
     newest_release,
     read_job,
@@ -363,19 +362,3 @@ def test_degrees_of_any_dialect_are_read(words: str) -> None:
 def test_doubtful_degrees_are_unknown(words: str) -> None:
     """No degree, two values, a word, or a degree that does not divide the ranks give no layout."""
     assert stated_layout(words.split(), 16) is None
-
-
-@pytest.mark.parametrize(
-    ("words", "flag"),
-    [
-        ("--local-rank 0", "local_rank=0"),
-        ("--inprocess-restart", "inprocess_restart"),
-        ("checkpoint.non_persistent_ckpt_type=local", "non_persistent_ckpt_type=local"),
-        ("--dataloader-type external", "dataloader_type=external"),
-        ("--machine_rank=1", "machine_rank=1"),
-        ("--dataloader-type cyclic --non-persistent-ckpt-type global", ""),
-    ],
-)
-def test_flags_that_bind_ranks_to_hosts_are_found(words: str, flag: str) -> None:
-    """A binding flag is named in any dialect; other values of the same flag do not bind."""
-    assert flag == binding_flag(words.split())

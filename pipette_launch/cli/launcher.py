@@ -162,6 +162,8 @@ def _launch(words: Sequence[str], siblings: Siblings) -> None:
         from pipette_launch.launch import outer_launcher
         from pipette_launch.launch.node_controller import launch
 
+        # torch's parser reads these variables.
+        outer_launcher.drop_outer_flags(os.environ)
         whole = parser()
     check_own_flags(whole, words)
     args = parsed(whole, words)

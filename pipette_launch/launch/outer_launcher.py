@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -307,6 +307,13 @@ def _reachable(node: str) -> str:
 
 
 # -- flags from a step --------------------------------------------------------------------------------------------
+
+
+def drop_outer_flags(environ: MutableMapping[str, str]) -> None:
+    """Remove PET_ variables in a worker of torchrun, because that torchrun took its own flags from them."""
+    if "TORCHELASTIC_RUN_ID" in environ:
+        for name in [name for name in environ if name.startswith("PET_")]:
+            del environ[name]
 
 
 def given_flags(parser: ArgumentParser, words: Sequence[str], environ: Mapping[str, str]) -> set[str]:

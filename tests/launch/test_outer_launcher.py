@@ -17,6 +17,7 @@ from pipette_launch.errors import ClusterError, UsageError
 from pipette_launch.launch import outer_launcher
 from pipette_launch.launch.outer_launcher import (
     current_step,
+    drop_outer_flags,
     given_flags,
     parse,
     several_launchers,
@@ -347,3 +348,12 @@ def test_a_task_without_an_agent_gives_up() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("is_worker", "expected"), [(True, None), (False, "2")])
+def test_the_flags_of_an_outer_torchrun_are_not_ours(expected: str | None, *, is_worker: bool) -> None:
+    """A worker of torchrun inherits variables that name torchrun's own rendezvous, where a second job would wait."""
+    environ = {"PET_NNODES": "2", **({"TORCHELASTIC_RUN_ID": "outer"} if is_worker else {})}
+    drop_outer_flags(environ)
+
+    assert expected == environ.get("PET_NNODES")

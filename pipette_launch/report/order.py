@@ -86,7 +86,9 @@ def order_files(plan: Plan, target: Target, environment: dict[str, str]) -> dict
         values = {"HOSTS": [one.host for one in hosts], "SIZE": plan.devices_per_host, "GPUS": gpus}
         found["ray_job.py"] = _filled("ray_job.txt", values)
     elif target == "kubernetes":
-        found["pod.yaml"] = _filled("pod.yaml", {"HOSTS": json.dumps([one.host for one in hosts])})
+        names = (f"{{key: metadata.name, operator: In, values: [{json.dumps(one.host)}]}}" for one in hosts)
+        terms = "\n".join(f"        - matchFields: [{name}]" for name in names)
+        found["pod.yaml"] = _filled("pod.yaml", {"HOSTS": terms, "SIZE": plan.devices_per_host})
     return found
 
 
@@ -100,12 +102,14 @@ def _rank_script(plan: Plan, hosts: list[HostRanks], target: Target, environment
         words |= {"devices": host.devices} if moves else {}
         row = " ".join(f"{name}='{' '.join(map(str, values))}'" for name, values in words.items())
         rows.append(f"{host.host}) {row} ;;")
-    # Without a store of torchrun, RANK 0 opens the store, on its own host.
-    meeting = {
-        "kubernetes": '{ echo "rank.sh: unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE" >&2; exit 2; }',
-        "ray": "true",
-    }.get(target, f'export MASTER_ADDR={hosts[0].host} MASTER_PORT="${{MASTER_PORT:-29500}}"')
-    exports.append(f'[ "$TORCHELASTIC_USE_AGENT_STORE" = True ] || {meeting}\n')
+    # RANK 0 opens the store, on its own host, unless torchrun or the driver of Ray has a store.
+    meeting = f'export MASTER_ADDR={hosts[0].host} MASTER_PORT="${{MASTER_PORT:-29500}}"'
+    if target == "kubernetes":
+        meeting = '{ echo "rank.sh: unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE" >&2; exit 2; }'
+    if target in ("ft_launcher", "kubernetes"):
+        meeting = f'[ "$TORCHELASTIC_USE_AGENT_STORE" = True ] || {meeting}'
+    if target != "ray":
+        exports.append(f"{meeting}\n")
     if moves:
         exports.append(_filled("devices.sh", {"ALL": ",".join(map(str, range(size)))}))
     values = {

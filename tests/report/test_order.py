@@ -149,9 +149,20 @@ def test_a_host_that_no_launcher_finds_is_refused() -> None:
 
 
 def test_a_pod_knows_its_node() -> None:
-    """The part of the pod's spec is YAML with the hosts and the downward API's node name."""
+    """The part of the pod's spec names the plan's hosts and slots, and takes the node's name from the downward API."""
     spec = yaml.safe_load(order_files(planned([0, 1, 2, 3], hosts=["on", "1"]), "kubernetes", {})["pod.yaml"])
 
-    (terms,) = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
-    assert ["on", "1"] == terms["matchExpressions"][0]["values"]
-    assert "spec.nodeName" == spec["containers"][0]["env"][0]["valueFrom"]["fieldRef"]["fieldPath"]
+    terms = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert [["on"], ["1"]] == [term["matchFields"][0]["values"] for term in terms]
+    (container,) = spec["containers"]
+    assert "--nproc-per-node=2" in container["command"]
+    assert "spec.nodeName" == container["env"][0]["valueFrom"]["fieldRef"]["fieldPath"]
+
+
+def test_kubernetes_accepts_the_pod() -> None:
+    """The schema of Kubernetes knows each field of a pod with the printed parts."""
+    validator = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    spec = yaml.safe_load(order_files(planned([0, 1, 2, 3]), "kubernetes", {})["pod.yaml"])
+    spec["containers"][0]["image"] = "image"
+
+    validator.validate({"apiVersion": "v1", "kind": "Pod", "spec": spec}, validator.latest_version(), strict=True)

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipette_launch.facts import Links
 from pipette_launch.facts.layout import Floats, Ints
@@ -49,10 +48,8 @@ Measure = Callable[[Sequence[Round]], Lines]
 Advise = Callable[[Links], Sequence[Pair]]
 """Function that plans with given links, and returns the host pairs that the plans use, most important first."""
 
-MOST_ROUNDS = 30
-"""Largest number of blind, scouting and plan rounds together."""
-MANY_HOSTS, SCOUTED_ROUNDS = 256, 40
-"""With more than 256 hosts below unknown switches, scouting takes about 20 rounds; so 40 rounds are measured."""
+MOST_ROUNDS, SCOUTED_ROUNDS = 30, 40
+"""Largest number of blind, scouting and plan rounds together: if switches are known, and if switches are unknown."""
 PASS_ROUNDS = 5
 """Most plan rounds before the adviser plans again. A ring plus a path through all hosts need 4 links of each host."""
 LEAST_ROUNDS = 2
@@ -80,16 +77,15 @@ FAR_SHARE = 0.1
 """A group of hosts is split only if more than this share of its links are far."""
 LEAST_FAR, SLOW = 4, 0.2
 """A host with at least 4 far links is slow if they are slower than usual by more than 0.2 in log bandwidth (18 %)."""
+SWEEPS = 3  # Passes over all hosts to find slow hosts, because slow partners make a host look slow
 MOST_LEVELS = 3
-SMALL = 0.3  # Hosts of a group smaller than this share of the usual group join the group with the best links to them
 SEVERAL = 3
 SURE = 2  # Majority of far or near links that decides about two groups, because one link may be disturbed
 
 HOST_QUANTILE = 0.75
 """A host's rate is this quantile of its links' rates, because a slow link may be due to the other host."""
 SHRINKAGE = 2.0
-"""The log factor of a host with n measured links is multiplied by n / (n + SHRINKAGE)."""
-SWEEPS = 3
+"""The log rate of a host with n measured links, relative to the median host, is multiplied by n / (n + SHRINKAGE)."""
 OPTIMISTIC_QUANTILE = 0.9  # Optimistic estimates equal this quantile of the measured links of a tier
 
 
@@ -100,15 +96,12 @@ def ordered(pair: Pair) -> Pair:
 
 def all_pairs(hosts: Sequence[int]) -> tuple[Round, ...]:
     """Split all pairs of these hosts into the fewest rounds: N - 1 for N hosts, or N if N is odd (circle method)."""
-    if len(hosts) < 2:
-        return ()
-    # The first host keeps its position and the other hosts rotate. The partner of -1 is idle in the round.
-    ring = [*hosts, *([-1] if len(hosts) % 2 else [])]
-    half, rounds = len(ring) // 2, []
-    for _ in ring[1:]:
-        pairs = zip(ring[:half], reversed(ring[half:]), strict=True)
-        rounds.append(tuple(sorted(ordered(pair) for pair in pairs if -1 not in pair)))
-        ring = [ring[0], ring[-1], *ring[1:-1]]
+    # The last place of an even circle is fixed, and the other places rotate. An empty place leaves its partner idle.
+    turning = len(hosts) - 1 + len(hosts) % 2
+    rounds = []
+    for turn in range(turning if len(hosts) > 1 else 0):
+        places = [(turn, turning), *(((turn + i) % turning, (turn - i) % turning) for i in range(1, turning // 2 + 1))]
+        rounds.append(tuple(sorted(ordered((hosts[a], hosts[b])) for a, b in places if max(a, b) < len(hosts))))
     return tuple(rounds)
 
 
@@ -133,8 +126,7 @@ def rounds_of(pairs: Iterable[Pair], *, most: int | None = None) -> tuple[Round,
 
 def most_rounds(places: Sequence[Place]) -> int:
     """Return the largest number of rounds for hosts below these switches; hosts below unknown switches have ()."""
-    is_scouted = len(places) > MANY_HOSTS and not switch_groups(len(places), places)
-    return SCOUTED_ROUNDS if is_scouted else MOST_ROUNDS
+    return MOST_ROUNDS if switch_groups(len(places), places) else SCOUTED_ROUNDS
 
 
 def blind_rounds(num_hosts: int, places: Sequence[Place], count: int, rng: np.random.Generator) -> tuple[Round, ...]:
@@ -208,8 +200,6 @@ class Grouping(NamedTuple):
     """Groups of near hosts at one level of nearness."""
 
     group_H: Ints
-    home_H: Ints
-    """Group of each host after small groups joined the large group with the best links to them."""
     tests_CC: Ints
     """Number of far links minus number of near links between two groups; SURE on the diagonal."""
 
@@ -220,24 +210,28 @@ def groupings_of(num_hosts: int, lines: Lines) -> tuple[Grouping, ...]:
     Being near is transitive, and near hosts have the same distance to every other host. So one link between two groups
     is evidence about all their members.
     """
-    one_N, other_N, log_N = _pairs(lines)
-    outer_H = np.zeros(num_hosts, dtype=np.int64)
+    log_HH = np.full((num_hosts, num_hosts), np.nan)
+    for (one, other), line in lines.items():
+        # The better direction of a pair counts.
+        log_HH[one, other] = log_HH[other, one] = np.fmax(log_HH[other, one], -np.log(line.seconds_per_byte))
+    outer_H, usual_HH = np.zeros(num_hosts, dtype=np.int64), log_HH
     found: list[Grouping] = []
     while len(found) < MOST_LEVELS:
         # Links between known groups are far, and would outnumber the links inside groups.
-        inside_N = outer_H[one_N] == outer_H[other_N]
-        level = lowest_level(log_N[inside_N])
+        inside_HH = outer_H[:, None] == outer_H
+        level = lowest_level(usual_HH[np.triu(inside_HH & ~np.isnan(usual_HH))])
         if level is None:
             break
         if not found:
-            log_N = _without_slow_hosts(num_hosts, one_N, other_N, log_N, level)
-        group_H = _grouped(num_hosts, one_N[inside_N], other_N[inside_N], log_N[inside_N] > level, log_N[inside_N])
-        tests_CC = np.zeros((int(group_H.max()) + 1,) * 2, dtype=np.int64)
-        np.add.at(tests_CC, (group_H[one_N], group_H[other_N]), np.where(log_N > level, -1, 1))
-        tests_CC += tests_CC.T
+            usual_HH = _without_slow_hosts(log_HH, level)
+        nearness_HH = np.where(np.isnan(usual_HH), 0, np.where(usual_HH > level, 1, -1))
+        # By measured speed, links of slow hosts come last, because their corrected speeds are uncertain.
+        outer_H = _grouped(nearness_HH * inside_HH, log_HH)
+        tests_CC = np.zeros((int(outer_H.max()) + 1,) * 2, dtype=np.int64)
+        one_N, other_N = nearness_HH.nonzero()
+        np.add.at(tests_CC, (outer_H[one_N], outer_H[other_N]), -nearness_HH[one_N, other_N])
         np.fill_diagonal(tests_CC, SURE)
-        outer_H = _with_small_groups_dissolved(group_H, outer_H, one_N, other_N, log_N)
-        found.append(Grouping(group_H=group_H, home_H=outer_H, tests_CC=tests_CC))
+        found.append(Grouping(group_H=outer_H, tests_CC=tests_CC))
     return tuple(found)
 
 
@@ -250,7 +244,7 @@ def scouting_round(num_hosts: int, lines: Lines, rng: np.random.Generator) -> Ro
     pairs: list[Pair] = []
     idle_H = np.ones(num_hosts, dtype=bool)
     outer_H = np.zeros(num_hosts, dtype=np.int64)
-    for group_H, home_H, known_CC in groupings_of(num_hosts, lines):
+    for group_H, known_CC in groupings_of(num_hosts, lines):
         tests_CC = known_CC.copy()
         for needed in range(1, SURE + 1):
             for host in rng.permutation(np.flatnonzero(idle_H)).tolist():
@@ -261,7 +255,7 @@ def scouting_round(num_hosts: int, lines: Lines, rng: np.random.Generator) -> Ro
                 pairs.append(ordered((host, other)))
                 idle_H[[host, other]] = False
                 tests_CC[group_H[host], group_H[other]] = tests_CC[group_H[other], group_H[host]] = SURE
-        outer_H = home_H
+        outer_H = group_H
     return tuple(sorted(pairs))
 
 
@@ -288,50 +282,26 @@ def lowest_level(log_N: Floats) -> float | None:
     return None
 
 
-def _pairs(lines: Lines) -> tuple[Ints, Ints, Floats]:
-    """Return both hosts of each measured pair, and the log bandwidth of the better direction."""
-    rates: dict[Pair, float] = {}
-    for ends, line in lines.items():
-        pair = ordered(ends)
-        rates[pair] = max(rates.get(pair, 0.0), 1 / line.seconds_per_byte)
-    one_N, other_N = np.array(list(rates), dtype=np.int64).reshape(-1, 2).T
-    return one_N, other_N, np.log(np.array(list(rates.values())))
-
-
-def _without_slow_hosts(num_hosts: int, one_N: Ints, other_N: Ints, log_N: Floats, level: float) -> Floats:
+def _without_slow_hosts(log_HH: Floats, level: float) -> Floats:
     """Return the log bandwidths as if slow hosts had the usual speed; without this, their near links would look far.
 
     A host is slow if its far links are much slower than the far links of the usual host.
     """
-    usual_N, behind_H = log_N, np.zeros(num_hosts)
+    usual_HH, behind_H = log_HH, np.zeros(len(log_HH))
     for _ in range(SWEEPS):
-        far_N = usual_N <= level
-        one_F, other_F, log_F = one_N[far_N], other_N[far_N], log_N[far_N]
-        host_M = np.concatenate([one_F, other_F])
-        log_M = np.concatenate([log_F - behind_H[other_F], log_F - behind_H[one_F]])
-        count_H = np.bincount(host_M, minlength=num_hosts)
-        known = np.flatnonzero(count_H >= LEAST_FAR)
-        if not len(known):
-            break
         # The lower quartile: few links to slow hosts lie below it, and near links of a slow host lie above it.
-        at_H = np.cumsum(count_H) - count_H + count_H // 4
-        typical_K = log_M[np.lexsort((log_M, host_M))][at_H[known]]
-        behind_H = np.zeros(num_hosts)
-        behind_H[known] = typical_K - np.median(typical_K)
-        behind_H[behind_H > -SLOW] = 0.0
-        usual_N = np.minimum(log_N - np.minimum(behind_H[one_N], behind_H[other_N]), log_N.max())
-    return usual_N
+        behind_H, count_H = _host_rates(np.where(usual_HH <= level, log_HH - behind_H, np.nan), 0.25)
+        behind_H[(behind_H > -SLOW) | (count_H < LEAST_FAR)] = 0.0
+        usual_HH = np.minimum(log_HH - np.minimum(behind_H[:, None], behind_H), np.nanmax(log_HH))
+    return usual_HH
 
 
-def _grouped(num_hosts: int, one_N: Ints, other_N: Ints, near_N: NDArray[np.bool_], log_N: Floats) -> Ints:
-    """Join groups along near links, fastest first, if the links between the two groups are near by majority."""
-    group_H, size_H = np.arange(num_hosts), np.ones(num_hosts, dtype=np.int64)
-    # Number of near links minus number of far links between two groups.
-    votes_HH = np.zeros((num_hosts, num_hosts), dtype=np.int64)
-    np.add.at(votes_HH, (one_N, other_N), np.where(near_N, 1, -1))
-    votes_HH += votes_HH.T
-    order_N = np.argsort(-log_N, kind="stable")
-    for index in order_N[near_N[order_N]].tolist():
+def _grouped(nearness_HH: Ints, log_HH: Floats) -> Ints:
+    """Join groups along near links (1), fastest first, unless far links (-1) between the two groups outvote them."""
+    group_H = np.arange(len(nearness_HH))
+    size_H, votes_HH = np.ones_like(group_H), nearness_HH.copy()
+    one_N, other_N = np.triu(nearness_HH > 0).nonzero()
+    for index in np.argsort(-log_HH[one_N, other_N], kind="stable").tolist():
         kept, gone = group_H[one_N[index]], group_H[other_N[index]]
         if size_H[kept] < size_H[gone]:
             kept, gone = gone, kept
@@ -344,27 +314,6 @@ def _grouped(num_hosts: int, one_N: Ints, other_N: Ints, near_N: NDArray[np.bool
     return np.unique(group_H, return_inverse=True)[1].astype(np.int64)
 
 
-def _with_small_groups_dissolved(group_H: Ints, outer_H: Ints, one_N: Ints, other_N: Ints, log_N: Floats) -> Ints:
-    """Put hosts of small groups into the large group with the best links to them, inside the same outer group.
-
-    A slow host may end in a small group, because all its links look far. A host with only far measured links may too.
-    """
-    count = int(group_H.max()) + 1
-    size_C = np.bincount(group_H, minlength=count)
-    is_small_C = size_C < SMALL * np.median(size_C[group_H])
-    links_CC, sum_CC = np.zeros((count, count)), np.zeros((count, count))
-    for a, b in ((one_N, other_N), (other_N, one_N)):
-        np.add.at(links_CC, (group_H[a], group_H[b]), 1.0)
-        np.add.at(sum_CC, (group_H[a], group_H[b]), log_N)
-    mean_CC = np.where(links_CC > 0, sum_CC / np.maximum(links_CC, 1.0), -np.inf)
-    outer_C = np.zeros(count, dtype=np.int64)
-    outer_C[group_H] = outer_H
-    mean_CC[(outer_C[:, None] != outer_C) | is_small_C] = -np.inf
-    home_C = np.where(is_small_C & (mean_CC.max(axis=1) > -np.inf), mean_CC.argmax(axis=1), np.arange(count))
-    home_H: Ints = home_C[group_H]
-    return home_H
-
-
 class Estimate(NamedTuple):
     """Measured links, and estimates of all other links between hosts: likely and optimistic."""
 
@@ -373,7 +322,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(num_hosts: int, lines: Lines, places: Sequence[Place] = ()) -> Estimate:
-    """Estimate the links that were not measured: bandwidth = rate of the switch tier * f(sender, receiver).
+    """Estimate the links that were not measured: rate of the switch tier times the relative rate of the slower host.
 
     All parameters are quantiles of logarithms, because each host has few measured links, and some are disturbed.
 
@@ -384,13 +333,10 @@ def estimate(num_hosts: int, lines: Lines, places: Sequence[Place] = ()) -> Esti
     ends = np.array(list(lines), dtype=np.int64).T
     latency_HH[ends[0], ends[1]], seconds_HH[ends[0], ends[1]] = np.array(list(lines.values())).T
     measured_HH = ~np.isnan(seconds_HH)
-    groups = switch_groups(num_hosts, places) or [one.home_H for one in groupings_of(num_hosts, lines)]
+    groups = switch_groups(num_hosts, places) or [one.group_H for one in groupings_of(num_hosts, lines)]
     tier_HH = tiers_between(num_hosts, groups)
     log_HH = -np.log(seconds_HH)
-    # Fit two models: the slower host decides, or the rate is a product of two host factors. The model with the smaller
-    # median error is used.
-    fits = [_as_slower_end(log_HH, tier_HH), _as_product(log_HH, tier_HH)]
-    likely_HH = min(fits, key=lambda fit_HH: float(np.nanmedian(np.abs(log_HH - fit_HH))))
+    likely_HH = _as_slower_end(log_HH, tier_HH)
     optimistic_HH = likely_HH + _by_tier(log_HH - likely_HH, tier_HH, OPTIMISTIC_QUANTILE)
     is_link_HH = ~np.eye(num_hosts, dtype=bool)
     filled_HH = np.where(measured_HH, latency_HH, _by_tier(latency_HH, tier_HH, 0.5)) * is_link_HH
@@ -401,32 +347,20 @@ def estimate(num_hosts: int, lines: Lines, places: Sequence[Place] = ()) -> Esti
 def _as_slower_end(log_HH: Floats, tier_HH: Ints) -> Floats:
     """Estimate each host's rates as sender and as receiver; a link has the rate of its slower host."""
     left_HH = log_HH - _by_tier(log_HH, tier_HH, 0.5)
-    sender_H, receiver_H = _host_factors(left_HH, HOST_QUANTILE), _host_factors(left_HH.T, HOST_QUANTILE)
+    rates = (_host_rates(one_HH, HOST_QUANTILE) for one_HH in (left_HH, left_HH.T))
+    sender_H, receiver_H = (rate_H * count_H / (count_H + SHRINKAGE) for rate_H, count_H in rates)
     ends_HH = np.minimum(sender_H[:, None], receiver_H)
     return ends_HH + _by_tier(log_HH - ends_HH, tier_HH, 0.5)
 
 
-def _as_product(log_HH: Floats, tier_HH: Ints) -> Floats:
-    """Estimate each host's factors as sender and as receiver (Tukey's median polish)."""
-    ends_HH = np.zeros_like(log_HH)
-    receiver_H = np.zeros(len(log_HH))
-    for _ in range(SWEEPS):
-        left_HH = log_HH - _by_tier(log_HH - ends_HH, tier_HH, 0.5)
-        sender_H = _host_factors(left_HH - receiver_H, 0.5)
-        receiver_H = _host_factors((left_HH - sender_H[:, None]).T, 0.5)
-        ends_HH = sender_H[:, None] + receiver_H
-    return ends_HH + _by_tier(log_HH - ends_HH, tier_HH, 0.5)
-
-
-def _host_factors(left_HH: Floats, share: float) -> Floats:
-    """Return each host's (row's) log rate minus the median host's: a quantile of its links, shrunk if links are few."""
-    ranked_HH = np.sort(left_HH, axis=1)
+def _host_rates(log_HH: Floats, share: float) -> tuple[Floats, Ints]:
+    """Return a quantile of each row's measured links minus the median row's quantile, and the row's number of links."""
+    ranked_HH = np.sort(log_HH, axis=1)
     count_H = (~np.isnan(ranked_HH)).sum(axis=1)
     at_H = np.floor(share * np.maximum(count_H - 1, 0)).astype(np.int64)
-    value_H = np.where(count_H > 0, ranked_HH[np.arange(len(at_H)), at_H], np.nan)
-    middle = np.median(value_H[count_H > 0])
-    factor_H: Floats = np.where(count_H > 0, value_H - middle, 0.0) * count_H / (count_H + SHRINKAGE)
-    return factor_H
+    value_H = ranked_HH[np.arange(len(at_H)), at_H]
+    middle = np.median(value_H[count_H > 0]) if count_H.any() else 0.0
+    return np.where(count_H > 0, value_H - middle, 0.0), count_H
 
 
 def _by_tier(value_HH: Floats, tier_HH: Ints, share: float) -> Floats:

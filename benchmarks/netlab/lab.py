@@ -171,6 +171,24 @@ class Lab:
         self._processes.append(process)
         return process
 
+    def remote_shell(self) -> FilePath:
+        """Write a program that runs a command on a host, as `ssh HOST COMMAND` does."""
+        enter = [
+            f'set -- "$host" {self.folder}/hosts "{self._brake.entrance(host)}" "{self._brake.cores(host)}" sh -c "$*"'
+            for host in self.hosts
+        ]
+        cases = "\n".join(f"{host}) {words} ;;" for host, words in zip(self.hosts, enter, strict=True))
+        path = self.folder / "remote-shell"
+        path.write_text(
+            "#!/bin/sh\n"
+            'while [ "${1#-}" != "$1" ]; do shift; done\n'
+            f"host=$1 && shift && export GLOO_SOCKET_IFNAME={wires.OWN} TMPDIR={self.folder}/$host/tmp\n"
+            f"case $host in\n{cases}\nesac\n"
+            f"exec nsenter --net=/run/netns/{self._prefix}$host unshare --uts --mount sh -c '{ENTER}' enter \"$@\"\n"
+        )
+        path.chmod(0o755)
+        return path
+
     def throttle(self, link: Link, rate_mbit: float, *, one_way: bool = False) -> None:
         """Set another rate, in both directions or only from the first host to the second."""
         for sender, receiver in self._ways(link, one_way=one_way):

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from benchmarks.bench_orders import mpirun_variables
 from benchmarks.netlab import Lab, topology
 from pipette_launch.facts import Layout
-from pipette_launch.report.order import order_files
+from pipette_launch.report.order import Target, command_words, order_files
 from tests.end_to_end.jobs import ECHO, MODEL, WITHOUT_WARMUP, environment, free_port, plan
-from tests.labs import needs_lab, remote_shell
+from tests.labs import needs_lab
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.processes]
 MEET = Path(__file__).parent / "meet.py"
@@ -32,13 +34,34 @@ PLACEMENT = (1, 2, 0, 3)
 PLACES = [["n1", 0], ["n0", 1], ["n0", 0], ["n1", 1]]
 """Host and LOCAL_RANK of each RANK: LOCAL_RANK is RANK modulo 2."""
 
+OURS = [sys.executable, "-m", "pipette_launch", "--pipette-cache=off", "--pipette-device=cpu", ECHO, *MODEL]
+ALL_RANKS = {(str(rank), "4") for rank in range(4)}
+OUTPUT: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 
-def written(folder: Path, target: str) -> Path:
+
+def written(folder: Path, target: Target) -> Path:
     """Write the files of an order."""
     made = plan(Layout(dp=len(PLACEMENT)), PLACEMENT, hosts=["n0", "n1"])
-    for name, body in order_files(made, target, {}).items():
+    for name, body in (order_files(made, target, {}) | {"command": command_words(made, target)}).items():
         (folder / name).write_text(body)
     return folder
+
+
+def command(folder: Path, *words: object, instead_of: str = "python SCRIPT ARGS") -> list[str]:
+    """Return the printed command, which runs in the folder of its files, with other words for the script."""
+    printed = (folder / "command").read_text()
+    assert instead_of in printed
+    return ["sh", "-c", f"cd {folder} && {printed.replace(instead_of, shlex.join(map(str, words)))}"]
+
+
+def ranks(output: str) -> set[tuple[str, str]]:
+    """Return RANK and WORLD_SIZE of each worker of our launcher."""
+    return set(re.findall(r'"RANK": "(\d)".*"WORLD_SIZE": "(\d)"', output))
+
+
+def together(jobs: Iterable[subprocess.Popen[str]]) -> str:
+    """Return the output of jobs that run at the same time."""
+    return "".join(job.communicate(timeout=150)[0] for job in [*jobs])
 
 
 def places(output: str) -> list[list[object]]:
@@ -59,57 +82,82 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 def test_torchrun_in_pods(tmp_path: Path) -> None:
     """Two pods with the operator's variables start torchrun, whose workers take their ranks by the name of the node."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--no-python", "sh", written(tmp_path, "kubernetes")]
-    command[-1] /= "rank.sh"
+    script = written(tmp_path, "kubernetes") / "rank.sh"
+    words = [sys.executable, "-m", "torch.distributed.run", "--no-python", "sh", script, sys.executable, MEET]
     operator = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ID": "pods"}
     operator["PET_RDZV_ENDPOINT"] = f"localhost:{free_port()}"
-    pods = [
+    output = together(
         subprocess.Popen(
-            [*map(str, command), sys.executable, str(MEET)],
+            [*map(str, words)],
             env=environment(tmp_path, PIPETTE_NODE=node, **operator),
-            stdout=subprocess.PIPE,
             text=True,
+            **OUTPUT,
         )
         for node in ("n1", "n0")
-    ]
+    )
 
-    assert PLACES == places("".join(pod.communicate()[0] for pod in pods))
+    assert PLACES == places(output)
 
 
-def mpirun(lab: Lab, folder: Path, *words: object, **variables: str) -> str:
-    """Run a command under mpirun on the hosts of a laboratory; return its output."""
-    variables = environment(folder, SLURMD_NODENAME="", **variables)
-    given = [word for name in (*variables, "GLOO_SOCKET_IFNAME") for word in ("-x", name)]
-    hosts = ["--mca", "plm_rsh_agent", remote_shell(lab), "--mca", "oob_tcp_if_include", "10.77.0.0/24"]
-    where = ["-np", "4", "--hostfile", folder / "hosts.txt", "--map-by", "seq", "--bind-to", "none"]
+def mpirun(lab: Lab, folder: Path, words: list[str], **variables: str) -> str:
+    """Run the printed command on the hosts of a laboratory; return its output."""
+    passed = environment(folder, SLURMD_NODENAME="", **variables)
     # The laboratory gives torchrun's flags as variables, which mpirun does not.
     without = [f"--unset={name}" for name in lab.environment("n0") if name.startswith("PET_")]
-    command = ["env", *without, "mpirun", "--allow-run-as-root", *hosts, *where, *given, *words]
-    ended = lab.run("n0", command, variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    return str(ended.communicate(timeout=150)[0])
+    return together([lab.run("n0", ["env", *without, *words], passed | mpirun_variables(lab, passed), **OUTPUT)])
 
 
 @needs_lab
 @needs_mpirun
 def test_mpirun(lab: Lab, tmp_path: Path) -> None:
     """The printed command places each rank: mpirun's own rank is RANK."""
-    written(tmp_path, "mpirun")
     job = '[ $RANK = $OMPI_COMM_WORLD_RANK ] && exec "$@"'
-    output = mpirun(lab, tmp_path, "sh", tmp_path / "rank.sh", "sh", "-c", job, "sh", sys.executable, MEET)
+    words = command(written(tmp_path, "mpirun"), "sh", "-c", job, "sh", sys.executable, MEET)
 
-    assert PLACES == places(output)
+    assert PLACES == places(mpirun(lab, tmp_path, words))
 
 
 @needs_lab
 @needs_mpirun
 def test_our_launcher_under_mpirun(lab: Lab, tmp_path: Path) -> None:
     """Four processes of mpirun become two launchers with two workers each, which meet without a flag."""
-    written(tmp_path, "mpirun")
-    launcher = [sys.executable, "-m", "pipette_launch", "--pipette-cache=off", "--pipette-device=cpu", ECHO, *MODEL]
-    output = mpirun(lab, tmp_path, *launcher, PYTHONPATH=WITHOUT_WARMUP, MASTER_ADDR="n0")
+    words = command(written(tmp_path, "mpirun"), *OURS, instead_of="sh rank.sh \\\n  python SCRIPT ARGS")
+    output = mpirun(lab, tmp_path, words, PYTHONPATH=WITHOUT_WARMUP, MASTER_ADDR="n0")
 
     assert 1 == output.count("taken from Open MPI: --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=n0:29500"), output
-    assert {(str(rank), "4") for rank in range(4)} == set(re.findall(r'"RANK": "(\d)".*"WORLD_SIZE": "(\d)"', output))
+    assert ALL_RANKS == ranks(output)
+
+
+@needs_lab
+def test_our_launcher_under_torchrun(lab: Lab, tmp_path: Path) -> None:
+    """Four workers of torchrun become two launchers with two workers each, which meet in torchrun's store."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--no-python", *OURS]
+    output = together(
+        lab.run(host, torchrun, environment(tmp_path, PYTHONPATH=WITHOUT_WARMUP, SLURMD_NODENAME=host), **OUTPUT)
+        for host in lab.hosts
+    )
+
+    assert "--rdzv-conf=is_host=false" in output, output
+    assert ALL_RANKS == ranks(output)
+
+
+def test_our_launcher_in_an_indexed_job(tmp_path: Path) -> None:
+    """Two pods take their place among the nodes from Kubernetes."""
+    meet = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=localhost", f"--master-port={free_port()}"]
+    output = together(
+        subprocess.Popen(
+            [*map(str, (*OURS[:3], *meet, *OURS[3:]))],
+            env=environment(
+                tmp_path, PYTHONPATH=WITHOUT_WARMUP, JOB_COMPLETION_INDEX=index, PIPETTE_NODE=f"node{index}"
+            ),
+            text=True,
+            **OUTPUT,
+        )
+        for index in "01"
+    )
+
+    assert "taken from JOB_COMPLETION_INDEX: --node-rank=1" in output, output
+    assert ALL_RANKS == ranks(output)
 
 
 @needs_ray

@@ -21,7 +21,7 @@ import pytest
 from benchmarks.netlab import system
 from pipette_launch.launch import outer_launcher
 from tests.end_to_end.jobs import MODEL, ROOT, WITHOUT_WARMUP, environment
-from tests.end_to_end.test_orders import MEET, PLACES, places, written
+from tests.end_to_end.test_orders import MEET, PLACES, command, places, written
 from tests.labs import needs_slurm
 
 if TYPE_CHECKING:
@@ -206,11 +206,10 @@ def test_a_job_goes_on_without_a_lost_node(jobs: dict[str, Job]) -> None:
 
 def test_srun_trains_in_the_order_of_a_plan(lab: dict[str, str], tmp_path: Path) -> None:
     """The printed command places each rank of `test_orders`, and srun's own rank is RANK."""
-    variables = {"SLURM_HOSTFILE": str(written(tmp_path, "slurm") / "hosts.txt"), "SLURMD_NODENAME": ""}
-    command = f"srun --distribution=arbitrary --nodes=2 --ntasks=4 --chdir={tmp_path} sh rank.sh sh -c"
     job = '[ $RANK = $SLURM_PROCID ] && exec "$@"'
-    words = [*command.split(), job, "sh", sys.executable, str(MEET)]
-    done = subprocess.run(words, env=lab | variables, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    words = command(written(tmp_path, "slurm"), "sh", "-c", job, "sh", sys.executable, MEET)
+    variables = lab | {"SLURMD_NODENAME": ""}
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
     assert PLACES == places(done.stdout + done.stderr)
 

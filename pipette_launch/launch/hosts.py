@@ -252,7 +252,7 @@ def orders_hosts(options: Options, num_hosts: int) -> bool:
     """Return whether the hosts of a job that cannot be planned get an order by their links."""
     may_go_on = options.on_error != "fail" and not options.only_looks and options.host_order == "measured"
     # Two hosts have one link, so no order of two hosts is faster.
-    return may_go_on and num_hosts > 2 and not megatron.binding_flag(options.script_arguments)
+    return may_go_on and num_hosts > 2 and not megatron.binds_hosts(options.script_arguments)
 
 
 def in_order_of_links(bare: Decision, measured: Measurements, options: Options) -> Decision:

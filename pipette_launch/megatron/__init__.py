@@ -19,7 +19,7 @@ from pipette_launch.megatron.logs import (
     parse_memory,
     why_no_plan_helps,
 )
-from pipette_launch.megatron.pins import binding_flag, fixed_fields
+from pipette_launch.megatron.pins import binds_hosts, fixed_fields
 from pipette_launch.megatron.read import global_batch_size, read_job
 from pipette_launch.megatron.script import (
     TrialWords,
@@ -31,7 +31,7 @@ from pipette_launch.megatron.script import (
 )
 
 __all__ = ["RERUN_EXIT_CODES", "Continuation", "Dialect", "Flags", "Iteration", "MemoryLine", "TrialWords"]
-__all__ += ["binding_flag", "continuation", "dialect_of", "environment", "exception_in", "explain_failure"]
+__all__ += ["binds_hosts", "continuation", "dialect_of", "environment", "exception_in", "explain_failure"]
 __all__ += ["failure_of", "fixed_fields", "global_batch_size", "is_bridge", "newest_release"]
 __all__ += ["parse_iteration", "parse_memory", "read_job", "record_path", "saved_iteration", "script_version"]
 __all__ += ["stated_layout", "trial_arguments", "version_or_newest", "why_no_plan_helps", "write_arguments"]

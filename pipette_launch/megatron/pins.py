@@ -86,10 +86,9 @@ BINDING = _reasons("if placed") | _reasons("if ordered")
 """Reasons why the hosts of a job keep their order, by a setting of any script or by its value."""
 
 
-def binding_flag(words: Sequence[str]) -> str:
-    """Return the first setting of any script that binds ranks to hosts; empty if there is no such setting."""
-    given = ((name, f"{name}={value}".rstrip("=")) for name, value in settings(words))
-    return next((setting for name, setting in given if name in BINDING or setting in BINDING), "")
+def binds_hosts(words: Sequence[str]) -> bool:
+    """Return whether a setting of any script binds ranks to hosts."""
+    return any(name in BINDING or f"{name}={value}" in BINDING for name, value in settings(words))
 
 
 def check_planned(

@@ -503,8 +503,8 @@ def order_hosts(measured: Measurements, given_H: Ints, layout: Layout, *, margin
         return given_H, ""
 
     sender_E, receiver_E = np.concatenate(pairs, axis=1)
-    found, given = (links.bandwidth_bytes_per_s[one_H[sender_E], one_H[receiver_E]] for one_H in (order_H, given_H))
-    least, old_least, mean, old_mean = map(float, (found.min(), given.min(), found.mean(), given.mean()))
+    new, old = (links.bandwidth_bytes_per_s[one_H[sender_E], one_H[receiver_E]] for one_H in (order_H, given_H))
+    least, old_least, mean, old_mean = map(float, (new.min(), old.min(), new.mean(), old.mean()))
     gain = f"the slowest link in use has {rate_text(least)} instead of {rate_text(old_least)}"
     if least > (1 + margin) * old_least:
         gain += f", so exchanges between hosts are up to {least / old_least:.1f} times faster"

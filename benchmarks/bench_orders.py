@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +28,7 @@ from benchmarks.netlab.system import LabError
 from benchmarks.stolen import processor_time
 from benchmarks.telling import processor, shown
 from pipette_launch.facts import Plan, files
-from pipette_launch.report.order import Target, command_words, order_files
+from pipette_launch.report.order import Target, command_words, host_ranks, order_files
 
 RESULT = Path(__file__).parent / "results" / "orders.md"
 ARGUMENTS = (
@@ -109,15 +109,16 @@ def ray_cluster(lab: Lab) -> Iterator[dict[str, str]]:
             lab.end(host)
 
 
-def trainings(rounds: int) -> Iterator[tuple[str, Ended]]:
-    """Yield launcher and result of each training, beginning with the start that measures."""
+def trainings(rounds: int, planned: list[Plan]) -> Iterator[tuple[str, Ended]]:
+    """Yield launcher and result of each training, beginning with the start that measures and appends its plan."""
     words = (str(SCRIPT), *ARGUMENTS)
     with Lab(islands()) as lab:
         lab.check()
         launch = [*launched(lab.folder / "plans", 20, "--pipette-fix", "all"), *words]
         yield "pipette-launch, with warm-up", train(lab, launch)
         plan = files.read(next((lab.folder / "plans").glob("*/plan.json")), Plan)
-        jobs = {
+        planned.append(plan)
+        jobs: dict[str, Callable[[], Ended]] = {
             "torchrun": lambda: train(lab, [*TORCHRUN, *words]),
             "pipette-launch": lambda: train(lab, launch),
             "mpirun": lambda: printed(lab, plan, "mpirun", mpirun_variables(lab, variables())),
@@ -134,7 +135,8 @@ def report(rounds: int) -> Iterator[str]:
     """Yield the text of the result."""
     before = processor_time()
     found: dict[str, list[Ended]] = {}
-    for name, one in trainings(rounds):
+    planned: list[Plan] = []
+    for name, one in trainings(rounds, planned):
         found.setdefault(name, []).append(one)
         print(f"{name}: {one.steady_s(SKIP) * 1e3:.0f} ms a step", file=sys.stderr, flush=True)
     stock = found["torchrun"][0].losses
@@ -144,9 +146,9 @@ def report(rounds: int) -> Iterator[str]:
         [shutil.which("mpirun") or "", "--version"], capture_output=True, text=True, check=True
     ).stdout.splitlines()[0]
     yield f"`python -m benchmarks.bench_orders --rounds {rounds}` on {time.strftime('%Y-%m-%d')}: {processor()}, "
-    yield f"{os.cpu_count()} cores ({stolen:.0%} of the time stolen), Python {platform.python_version()}, {tools},"
-    yield f"{mpi}. Network `islands` of the [suite](../../docs/netlab.md), `examples/pretrain_gpt.py`:"
-    yield f"`{shlex.join(ARGUMENTS)}`."
+    yield f"{os.cpu_count()} cores ({stolen:.0%} of the time stolen, load {os.getloadavg()[0]:.0f}),"
+    yield f"Python {platform.python_version()}, {tools}, {mpi}. Network `islands` of the [suite](../../docs/netlab.md),"
+    yield f"`examples/pretrain_gpt.py {shlex.join(ARGUMENTS)}`."
     yield ""
     yield f"| launcher | median ms a step after {SKIP} steps | losses equal torchrun's |"
     yield "|---|---|---|"
@@ -154,6 +156,11 @@ def report(rounds: int) -> Iterator[str]:
         steps = ", ".join(f"{one.steady_s(SKIP) * 1e3:.0f}" for one in ran)
         equal = all(one.losses == stock for one in ran)
         yield f"| {name} | {steps} | {f'all {len(stock)}, to the last digit' if equal else 'no'} |"
+    yield ""
+    (plan,) = planned
+    hosts = ", ".join(one.host for one in host_ranks(plan, plan.chosen.placement))
+    steps_ms = [f"{1e3 * step_s:.0f} ms" for step_s in (plan.chosen.step_time_s, plan.own.step_time_s)]
+    yield f"The plan puts RANK 0 to 3 on {hosts}. Predicted: {steps_ms[0]}, in torchrun's order {steps_ms[1]}."
     yield ""
     yield f"Losses: {', '.join(stock)}."
 

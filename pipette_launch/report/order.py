@@ -28,7 +28,8 @@ processes of a host by RANK, and take the host of each RANK from hosts.txt."""
 BY_NODE = {
     "ft_launcher": "with GROUP_RANK set to each host's place in the order of hosts",
     "ray": "in a framework that numbers the GPUs of one node after another, nodes in the order of hosts",
-    "kubernetes": "with PET_NODE_RANK set to each host's place in the order of hosts, and PET_MASTER_ADDR to the first",
+    "kubernetes": "in a static rendezvous with PET_NODE_RANK set to each host's place in the order of hosts, and "
+    "PET_MASTER_ADDR to the first",
 }
 """Ways to order whole hosts without rank.sh, for launchers that number the devices of one host after another."""
 TEMPLATES = Path(__file__).with_name("orders")

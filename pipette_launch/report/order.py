@@ -142,7 +142,7 @@ def command_words(plan: Plan, target: Target) -> str:
         f"  --rdzv-endpoint {meet} --rdzv-id order --no-python sh rank.sh {job}\n",
         "mpirun": f"mpirun -np {world} --hostfile hosts.txt --map-by seq --bind-to none sh rank.sh \\\n  {job}\n",
         "slurm": f"SLURM_HOSTFILE=hosts.txt srun --distribution=arbitrary --nodes={hosts} --ntasks={world} \\\n"
-        f"  sh rank.sh {job}\n",
+        f"  --kill-on-bad-exit sh rank.sh {job}\n",
         "ray": f"python ray_job.py {job}\n",
         "kubernetes": "kubectl create configmap order --from-file=rank.sh\n"
         f"# Merge pod.yaml into the pod's spec; its args are {script} ARGS.\n",

@@ -1,8 +1,8 @@
 """The seconds of one step: parallel pipelines, then gradient reduction, optimizer and parameter gathers."""
 
 # Letters of array axes: S = stages (model chunks), P = pipeline ranks, V = chunks of each rank, D = data-parallel
-# replicas. K = placements side by side, R = replicas of all placements, T = times of one pipeline. N = placements or
-# layouts side by side.
+# replicas. K = placements side by side, R = replicas of all placements, sorted by placement. N = placements or layouts
+# side by side.
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ from numpy.typing import NDArray
 from pipette_launch.cost.pipeline.engine import StageTimes
 from pipette_launch.cost.step.work import LayoutWork, Prices, exposed_s, pass_s
 from pipette_launch.facts.layout import Floats, Ints, Layout, LayoutColumns
-
-_FEW_REPLICAS = 16
-"""Largest number of replicas for which comparing all pairs of replicas costs less than simulating every replica."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,10 +234,8 @@ def _all_chunk_waits_s(gather_s_SR: Floats, forwards: Forwards, *, pp: int, grou
 def totals_s_K(work: LayoutWork, prices: Prices) -> Floats:
     """Return the step's seconds for each of K placements, with the same digits as for each placement alone."""
     durations_R, hops_R = pipelines(work, prices)
-    placements = prices.reduce_s_SK.shape[1]
-    chosen, alike_R, placement_R = deciding_replicas(np.concatenate([durations_R, hops_R]), placements)
-    drain_SR = work.engine.drain_s_SR(durations_R[:, chosen], hops_R[:, chosen])[:, alike_R]
-    drain_SK = np.maximum.reduceat(drain_SR, np.flatnonzero(np.diff(placement_R, prepend=-1)), axis=1)
+    drain_SR = work.engine.drain_s_SR(durations_R, hops_R)
+    drain_SK = drain_SR.reshape(len(drain_SR), prices.reduce_s_SK.shape[1], -1).max(axis=2)
     return step_end(work, prices, drain_SK, durations_R).total_s_N
 
 
@@ -311,41 +306,6 @@ def _hops_s(rank_S: Ints, prices: Prices) -> tuple[Floats, Floats]:
     backward_SD = np.where(goes_back, prices.forward_hop_s_PD[there], prices.backward_hop_s_PD[here])
     stays = (there == here)[:, None]
     return np.where(stays, 0.0, forward_SD), np.where(stays, 0.0, backward_SD)
-
-
-def deciding_replicas(times_R: Floats, placements: int) -> tuple[Ints, Ints, Ints]:
-    """Find the replicas that can decide the step time of their placement, and which of these are equal.
-
-    Returns the different columns of `times_R`, the index among these columns for each deciding replica, and the
-    placement of each deciding replica in rising order.
-    """
-    replicas = times_R.shape[1] // placements
-    # Ignore times that are equal in all replicas, because such times do not decide which replica is slower.
-    times_KDT = times_R[(times_R != times_R[:, :1]).any(axis=1)].T.reshape(placements, replicas, -1)
-    slowest_KD = (times_KDT == times_KDT.max(axis=1, keepdims=True)).all(axis=2)
-    stays_KD = np.zeros_like(slowest_KD)
-    stays_KD[np.arange(placements), slowest_KD.argmax(axis=1)] = True
-    stays_KD[~slowest_KD.any(axis=1)] = True
-    if placements == 1:
-        chosen = undominated(times_KDT[0].T) if stays_KD.sum() > 1 else np.flatnonzero(stays_KD)
-        return chosen, np.arange(len(chosen)), np.zeros_like(chosen)
-    placement_R, replica_R = np.nonzero(stays_KD)
-    times_RT = times_KDT[stays_KD]
-    weights_T = np.random.default_rng(0).random(times_RT.shape[1])
-    _, first, alike_R = np.unique(times_RT @ weights_T, return_index=True, return_inverse=True)
-    if not (times_RT[first][alike_R] == times_RT).all():
-        first = alike_R = np.arange(len(times_RT))
-    return (placement_R * replicas + replica_R)[first], alike_R, placement_R
-
-
-def undominated(times_D: Floats) -> Ints:
-    """Return the replicas that may be the slowest: no other replica is at least as slow in every time."""
-    replicas = times_D.shape[1]
-    if replicas > _FEW_REPLICAS:
-        return np.arange(replicas)
-    below_DD = (times_D[:, :, None] <= times_D[:, None, :]).all(axis=0)
-    strictly_DD = below_DD & ~(below_DD.T & (np.arange(replicas)[:, None] <= np.arange(replicas)[None, :]))
-    return np.flatnonzero(~strictly_DD.any(axis=1))
 
 
 def stage_times(work: LayoutWork, prices: Prices) -> StageTimes:

@@ -12,9 +12,8 @@
 
 typedef int64_t Int;
 
-/* The arrays handed over, in the order of the arguments: the tables of SwapPrices, then what a call has of its own. */
+/* The arrays handed over, in the order of the arguments: the tables of SwapPrices, then what a step has of its own. */
 enum { SECONDS, OTHER, WEIGHT, MATRIX, GROUP, DEGREE, FAMILY, ALONE, PLACE, TABLES };
-enum { ONE = TABLES, TWO, SHARE, LOG_SHARE, RISE, RISES_COUNT };
 enum { SENDER = TABLES, RECEIVER, FLOW_MATRIX, FLOW_WEIGHT, FLOW_GROUP, FLOW_SECONDS, OFFSET, NEAR, DOMAIN, SEAT_CHANCE, ANY,
        FLOW_CHANCE, NEAR_CHANCE, SEAT, GROUP_SECONDS, STEP_COUNT };
 
@@ -26,7 +25,7 @@ typedef struct {
     double softness, steepest, least;
 } Softness;
 
-/* Of groups and families, to price swaps; the shares in the soft maxima are the caller's or of this step. */
+/* Of groups and families, to price swaps; the shares in the soft maxima are of this step. */
 typedef struct {
     const double *share_G, *log_share_G;
     double *rise_G, *change_N;
@@ -125,31 +124,6 @@ static void release(Py_buffer *a, int count)
 {
     for (int i = 0; i < count; i++)
         PyBuffer_Release(&a[i]);
-}
-
-static PyObject *rises(PyObject *module, PyObject *args)
-{
-    Py_buffer a[RISES_COUNT];
-    Softness soft;
-    Scratch s;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "y*y*y*y*y*y*y*y*y*y*y*y*y*w*ddd", &a[0], &a[1], &a[2], &a[3], &a[4], &a[5], &a[6], &a[7],
-                          &a[8], &a[9], &a[10], &a[11], &a[12], &a[13], &soft.softness, &soft.steepest, &soft.least))
-        return NULL;
-    char *room = scratch(a, &s);
-    if (room) {
-        Py_BEGIN_ALLOW_THREADS
-        fill_now(a, s.now_QD);
-        s.share_G = a[SHARE].buf, s.log_share_G = a[LOG_SHARE].buf;
-        for (Int p = 0; p < LENGTH(a, ONE); p++)
-            ((double *)a[RISE].buf)[p] = rise_of(a, INTS(a, ONE)[p], INTS(a, TWO)[p], soft, &s);
-        Py_END_ALLOW_THREADS
-    }
-    free(room);
-    release(a, RISES_COUNT);
-    if (!room)
-        return PyErr_NoMemory();
-    Py_RETURN_NONE;
 }
 
 /* Fill in the largest group of each family, and return their sum. */
@@ -328,8 +302,7 @@ static PyObject *step(PyObject *module, PyObject *args)
     return has_room ? Py_BuildValue("nd", found, cost) : PyErr_NoMemory();
 }
 
-static PyMethodDef methods[] = {{"rises", rises, METH_VARARGS, "Fill in by how much each swap raises the cost."},
-                                {"step", step, METH_VARARGS, "Make swaps that gain; return how many gain, and the cost."},
+static PyMethodDef methods[] = {{"step", step, METH_VARARGS, "Make swaps that gain; return how many gain, and the cost."},
                                 {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_swaps", NULL, -1, methods, NULL, NULL, NULL, NULL};
 

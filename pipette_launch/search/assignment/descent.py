@@ -250,18 +250,7 @@ class SwapPrices:
         softness. `share_G` is the result of `shares` for the same position and softness.
         """
         log_share_G = np.log(np.maximum(share_G, 1e-300))
-        if IN_C is None:
-            return self._rises_in_numpy(position, one_P, two_P, (share_G, log_share_G), softness_s)
-        rise_P = np.empty(len(one_P))
-        of_swaps = one_P, two_P, share_G, log_share_G, rise_P
-        IN_C.rises(*self.tables, position.place_Q, *of_swaps, softness_s, STEEPEST, LEAST)
-        return rise_P
-
-    def _rises_in_numpy(
-        self, position: Position, one_P: Ints, two_P: Ints, shares_G: tuple[Floats, Floats], softness_s: float
-    ) -> Floats:
-        family_G, families = self.flows.family_G, self.flows.num_families
-        alone_G, (share_G, log_share_G) = self._is_alone_G, shares_G
+        family_G, families, alone_G = self.flows.family_G, self.flows.num_families, self._is_alone_G
         terms_PS = self._terms(position, one_P, two_P)
         groups_PS = np.concatenate([self._group_QD[one_P], self._group_QD[two_P]], axis=1)
         # If a swap changes several terms of one group, each term gets an equal part of the group's change.

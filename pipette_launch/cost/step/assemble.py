@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -144,62 +144,21 @@ def gather_waits_s(gather_s: Floats, forward_s: Floats, num_buckets: int | Ints)
     return np.asarray(gather_s / num_buckets + more_s / num_buckets)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Forwards:
-    """Seconds of the forwards and forward messages of R pipelines, without waits."""
-
-    forward_s_SR: Floats
-    hop_s_SR: Floats
-    rendezvous: bool = False
-    """True if a send waits for its receiver in the warm-up (`Order.rendezvous`)."""
-
-    def arrival_s(self, stage: int, sent_s_R: Floats, free_s_R: Floats) -> Floats:
-        """Return the start of a stage's forward, from the time its input is sent and the time its rank is free."""
-        hop_s_R = self.hop_s_SR[stage - 1]
-        if self.rendezvous:
-            return np.asarray(np.maximum(sent_s_R, free_s_R) + hop_s_R)
-        return np.asarray(np.maximum(sent_s_R + hop_s_R, free_s_R))
-
-    def take(self, some_R: Ints) -> Forwards:
-        """Return the times of some of the pipelines."""
-        return replace(self, forward_s_SR=self.forward_s_SR[:, some_R], hop_s_SR=self.hop_s_SR[:, some_R])
-
-
-def aligned_waits_s(layout: Layout, gather_s_SR: Floats, forwards: Forwards) -> Floats:
+def aligned_waits_s(
+    layout: Layout, gather_s_SR: Floats, forward_s_SR: Floats, hop_s_SR: Floats, *, rendezvous: bool
+) -> Floats:
     """Return the wait of each first forward if parameter gathers start on all pipeline ranks at once.
 
-    A rank gathers the parameters of chunk c during the forwards of chunk c - 1, or earlier. If the forwards of each
-    chunk take longer than every gather, only the first chunks wait. Otherwise the whole warm-up is simulated.
+    `forward_s_SR` and `hop_s_SR` are the seconds of forwards and forward messages without waits. `rendezvous` is true
+    if a send waits for its receiver in the warm-up (`Order.rendezvous`).
+
+    A rank gathers the parameters of chunk c during the forwards of chunk c - 1, or earlier. The forwards of each rank
+    are simulated up to the first forward of its last chunk, before any backward. In turn t, rank r runs its forward
+    number t - r. The forward's input comes from turn t - 1 of the previous rank, or from an earlier turn of the last
+    rank.
     """
     pp = layout.pp
     group = layout.microbatch_group_size or pp
-    waits_SR = np.zeros_like(gather_s_SR)
-    is_long_R = (gather_s_SR[pp:] > group * forwards.forward_s_SR[:-pp]).any(axis=0)
-    short, long = np.flatnonzero(~is_long_R), np.flatnonzero(is_long_R)
-    if len(short):
-        waits_SR[:pp, short] = _first_chunk_waits_s(gather_s_SR[:pp, short], forwards.take(short))
-    if len(long):
-        waits_SR[:, long] = _all_chunk_waits_s(gather_s_SR[:, long], forwards.take(long), pp=pp, group=group)
-    return waits_SR
-
-
-def _first_chunk_waits_s(gather_s_PR: Floats, forwards: Forwards) -> Floats:
-    """Return the waits of the first chunks for parameters, as micro-batch 0 reaches one pipeline rank after another."""
-    waits_PR = np.empty_like(gather_s_PR)
-    zero_R = end_R = np.zeros(gather_s_PR.shape[1])
-    for rank, gather_s_R in enumerate(gather_s_PR):
-        start_R = forwards.arrival_s(rank, end_R, zero_R) if rank else zero_R
-        waits_PR[rank] = exposed_s(gather_s_R, start_R)
-        end_R = start_R + waits_PR[rank] + forwards.forward_s_SR[rank]
-    return waits_PR
-
-
-def _all_chunk_waits_s(gather_s_SR: Floats, forwards: Forwards, *, pp: int, group: int) -> Floats:
-    """Simulate the forwards of each rank up to the first forward of its last chunk, before any backward.
-
-    In turn t, rank r runs its forward number t - r. The forward's input comes from turn t - 1 of the previous rank, or
-    from an earlier turn of the last rank.
-    """
     stages, pipelines = gather_s_SR.shape
     chunks = stages // pp
     last = (chunks - 1) * group
@@ -218,14 +177,17 @@ def _all_chunk_waits_s(gather_s_SR: Floats, forwards: Forwards, *, pp: int, grou
             chunk, place = divmod(forward, group)
             stage = chunk * pp + rank
             sent_R = before_PR[rank - 1] if rank else last_rank_ends[forward - group] if chunk else zero_R
-            start_R = forwards.arrival_s(stage, sent_R, before_PR[rank]) if stage else before_PR[rank]
+            start_R = free_R = before_PR[rank]
+            if stage:
+                sends_R = np.maximum(sent_R, free_R) if rendezvous else sent_R
+                start_R = np.maximum(sends_R + hop_s_SR[stage - 1], free_R)
             if 1 < dispatched < chunks:
                 begun_R = np.maximum(start_R, gathered_VPR[dispatched - 1, rank])
                 gathered_VPR[dispatched, rank] = begun_R + gather_VPR[dispatched, rank]
             if place == 0:
                 waits_SR[stage] = exposed_s(gathered_VPR[chunk, rank], start_R)
                 start_R = start_R + waits_SR[stage]
-            end_PR[rank] = start_R + forwards.forward_s_SR[stage]
+            end_PR[rank] = start_R + forward_s_SR[stage]
         if turn >= pp - 1:
             last_rank_ends.append(end_PR[-1].copy())
     return waits_SR
@@ -283,10 +245,8 @@ def pipelines(work: LayoutWork, prices: Prices) -> tuple[Floats, Floats]:
         # The first forwards of the step wait for the gathers of their parameters.
         gather_SD = np.repeat(prices.gather_s_SK, forward_SD.shape[1] // prices.gather_s_SK.shape[1], axis=1)
         if work.aligns_gathers:
-            ways = Forwards(
-                forward_s_SR=forward_SD, hop_s_SR=hops_D[: len(rank_S) - 1], rendezvous=work.engine.meets_receivers
-            )
-            waits_SD = aligned_waits_s(work.layout, gather_SD, ways)
+            ways = forward_SD, hops_D[: len(rank_S) - 1]
+            waits_SD = aligned_waits_s(work.layout, gather_SD, *ways, rendezvous=work.engine.meets_receivers)
         else:
             waits_SD = gather_waits_s(gather_SD, forward_SD, np.array(work.traffic.num_buckets)[:, None])
         durations_D[2 * len(rank_S) :] += waits_SD

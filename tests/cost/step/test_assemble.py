@@ -15,7 +15,6 @@ from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers.parameters import OnceAStep
 from pipette_launch.cost.pipeline.engine import Engine, Order, StageTimes
 from pipette_launch.cost.step.assemble import (
-    Forwards,
     aligned_waits_s,
     gather_waits_s,
     step_end,
@@ -65,17 +64,19 @@ def test_a_bucket_is_dispatched_when_the_one_before_has_arrived(buckets: int, ex
 def test_aligned_waits_do_not_add_up() -> None:
     """Gathers of 5 on three ranks, forwards of 2 and hops of 1: the second rank's ends before its activation comes."""
     layout = Layout(pp=3, vpp=2)
-    forwards = Forwards(forward_s_SR=np.full((6, 1), 2.0), hop_s_SR=np.full((5, 1), 1.0))
+    forwards = np.full((6, 1), 2.0), np.full((5, 1), 1.0)
 
-    assert [5.0, 0.0, 0.0, 0.0, 0.0, 0.0] == aligned_waits_s(layout, np.full((6, 1), 5.0), forwards)[:, 0].tolist()
+    found = aligned_waits_s(layout, np.full((6, 1), 5.0), *forwards, rendezvous=False)
+
+    assert [5.0, 0.0, 0.0, 0.0, 0.0, 0.0] == found[:, 0].tolist()
 
 
 def test_the_longest_gather_of_the_first_chunks_counts_once() -> None:
     """The last rank's takes 12; its activation is there after 5 + 2 + 1 + 2 + 1 = 11."""
     layout = Layout(pp=3, vpp=2)
-    forwards = Forwards(forward_s_SR=np.full((6, 1), 2.0), hop_s_SR=np.full((5, 1), 1.0))
+    forwards = np.full((6, 1), 2.0), np.full((5, 1), 1.0)
 
-    found = aligned_waits_s(layout, column(5.0, 5.0, 12.0, 5.0, 5.0, 5.0), forwards)
+    found = aligned_waits_s(layout, column(5.0, 5.0, 12.0, 5.0, 5.0, 5.0), *forwards, rendezvous=False)
 
     assert [5.0, 0.0, 1.0, 0.0, 0.0, 0.0] == found[:, 0].tolist()
 
@@ -83,9 +84,10 @@ def test_the_longest_gather_of_the_first_chunks_counts_once() -> None:
 def test_a_later_chunk_hides_behind_the_forwards_before_it() -> None:
     """Chunk 1 of rank 0 is gathered from 1 on, chunk 0's two forwards and the way back of the first take until 5."""
     layout = Layout(pp=2, vpp=2)
-    forwards = Forwards(forward_s_SR=np.full((4, 1), 2.0), hop_s_SR=np.zeros((3, 1)))
+    forwards = np.full((4, 1), 2.0), np.zeros((3, 1))
 
-    waits = [aligned_waits_s(layout, column(1.0, 1.0, gather, 0.0), forwards)[2, 0] for gather in (4.0, 4.5, 6.0)]
+    columns = [column(1.0, 1.0, gather, 0.0) for gather in (4.0, 4.5, 6.0)]
+    waits = [aligned_waits_s(layout, each, *forwards, rendezvous=False)[2, 0] for each in columns]
 
     assert [0.0, 0.5, 2.0] == waits
 
@@ -116,9 +118,9 @@ def test_aligned_waits_are_those_of_megatrons_rules(
         backward_hop_s=tuple(hop.tolist()),
     )
     layout = Layout(pp=pp, vpp=vpp, microbatch_group_size=group)
-    forwards = Forwards(forward_s_SR=forward[:, None], hop_s_SR=hop[:, None], rendezvous=rendezvous)
+    forwards = forward[:, None], hop[:, None]
 
-    found = aligned_waits_s(layout, gather[:, None], forwards)[:, 0].tolist()
+    found = aligned_waits_s(layout, gather[:, None], *forwards, rendezvous=rendezvous)[:, 0].tolist()
 
     assert megatron_waits_s(order, times, gather.tolist()) == pytest.approx(found, abs=1e-9)
 
@@ -127,11 +129,14 @@ def test_pipelines_side_by_side_are_priced_as_alone() -> None:
     """Short gathers and long ones, to the digit."""
     draw = np.random.default_rng(1)
     layout = Layout(pp=3, vpp=3)
-    forwards = Forwards(forward_s_SR=draw.random((9, 8)), hop_s_SR=draw.random((8, 8)))
+    forwards = draw.random((9, 8)), draw.random((8, 8))
     gather_s_SR = draw.random((9, 8)) * np.array([0.1, 5.0] * 4)
 
-    together = aligned_waits_s(layout, gather_s_SR, forwards)
-    alone = [aligned_waits_s(layout, gather_s_SR[:, [r]], forwards.take(np.array([r]))) for r in range(8)]
+    together = aligned_waits_s(layout, gather_s_SR, *forwards, rendezvous=False)
+    alone = [
+        aligned_waits_s(layout, gather_s_SR[:, [r]], *(each[:, [r]] for each in forwards), rendezvous=False)
+        for r in range(8)
+    ]
 
     assert np.concatenate(alone, axis=1).tolist() == together.tolist()
 

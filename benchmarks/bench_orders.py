@@ -145,7 +145,7 @@ def report(rounds: int) -> Iterator[str]:
     mpi = subprocess.run(
         [shutil.which("mpirun") or "", "--version"], capture_output=True, text=True, check=True
     ).stdout.splitlines()[0]
-    yield f"`python -m benchmarks.bench_orders --rounds {rounds}` on {time.strftime('%Y-%m-%d')}: {processor()}, "
+    yield f"`python -m benchmarks.bench_orders --rounds {rounds}` on {time.strftime('%Y-%m-%d')}: {processor()},"
     yield f"{os.cpu_count()} cores ({stolen:.0%} of the time stolen, load {os.getloadavg()[0]:.0f}),"
     yield f"Python {platform.python_version()}, {tools}, {mpi}. Network `islands` of the [suite](../../docs/netlab.md),"
     yield f"`examples/pretrain_gpt.py {shlex.join(ARGUMENTS)}`."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 
 from benchmarks.bench_orders import mpirun_variables
 from benchmarks.netlab import Lab, topology
@@ -34,6 +36,7 @@ PLACEMENT = (1, 2, 0, 3)
 PLACES = [["n1", 0], ["n0", 1], ["n0", 0], ["n1", 1]]
 """Host and LOCAL_RANK of each RANK: LOCAL_RANK is RANK modulo 2."""
 
+VIRTUAL = Path(sys.executable).parent
 OURS = [sys.executable, "-m", "pipette_launch", "--pipette-cache=off", "--pipette-device=cpu", ECHO, *MODEL]
 ALL_RANKS = {(str(rank), "4") for rank in range(4)}
 OUTPUT: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -81,18 +84,13 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 
 def test_torchrun_in_pods(tmp_path: Path) -> None:
-    """Two pods with the operator's variables start torchrun, whose workers take their ranks by the name of the node."""
-    script = written(tmp_path, "kubernetes") / "rank.sh"
-    words = [sys.executable, "-m", "torch.distributed.run", "--no-python", "sh", script, sys.executable, MEET]
-    operator = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ID": "pods"}
-    operator["PET_RDZV_ENDPOINT"] = f"localhost:{free_port()}"
+    """Two pods with the operator's variables run the printed command; workers get ranks by the name of the node."""
+    (pod,) = yaml.safe_load((written(tmp_path, "kubernetes") / "pod.yaml").read_text())["containers"]
+    words = [*(word.replace("/order", str(tmp_path)) for word in pod["command"]), str(MEET)]
+    operator = {"PET_NNODES": "2", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ID": "pods"}
+    operator |= {"PET_RDZV_ENDPOINT": f"localhost:{free_port()}", "PATH": f"{VIRTUAL}:{os.environ['PATH']}"}
     output = together(
-        subprocess.Popen(
-            [*map(str, words)],
-            env=environment(tmp_path, PIPETTE_NODE=node, **operator),
-            text=True,
-            **OUTPUT,
-        )
+        subprocess.Popen(words, env=environment(tmp_path, PIPETTE_NODE=node, **operator), text=True, **OUTPUT)
         for node in ("n1", "n0")
     )
 

@@ -26,8 +26,9 @@ from pipette_launch.facts.layout import Degrees, Floats, Ints
 
 TYPICAL_MESSAGE_BYTES = 4 << 20
 """Message size that defines the distance of two hosts; latency and bandwidth both matter at this size."""
-LEAST_RATIO = 1.12
-"""A tier ends if the next link between groups takes this many times as long, which noise of 8 % does not reach."""
+LEAST_RATIO = 1.06
+"""A tier ends if the next link between groups takes 1.06 times as long. Noise of 8 % does not reach this ratio, and
+racks 1.25 times as far apart as their hosts exceed it, even if hosts differ in speed."""
 OUTLIERS = 100
 """One of this number of joining links may lie inside the gap between two tiers. The gap's widest step is half of it."""
 MOST_TIERS = 4

@@ -49,10 +49,21 @@ def test_a_host_between_two_tiers_hides_no_tier() -> None:
     fabric = fat_tree(256, sizes=(16,), bytes_per_s=(5e10, 4e10), seed=1)
     bandwidth_HH = np.array(fabric.links.bandwidth_bytes_per_s)
     near_H = bandwidth_HH[7] > 4.5e10
-    bandwidth_HH[7, near_H] = bandwidth_HH[near_H, 7] = 4.47e10
+    bandwidth_HH[7, near_H] = bandwidth_HH[near_H, 7] = 4.75e10
     tiers = tiers_of(replace(fabric.links, bandwidth_bytes_per_s=bandwidth_HH))
 
     assert [partition(fabric.group_LH[0])] == partitions(tiers)
+
+
+def test_racks_of_hosts_with_different_speeds_are_found() -> None:
+    """A link is as fast as its slower host, hosts differ by 8 %, and a link takes 1.25 times as long between racks."""
+    fabric = fat_tree(256, sizes=(16,), bytes_per_s=(5e10, 4e10), seed=1)
+    speed_H = 1 - np.abs(np.random.default_rng(1).normal(0, 0.08, 256))
+    bandwidth_HH = np.array(fabric.links.bandwidth_bytes_per_s) * np.minimum(speed_H[:, None], speed_H)
+
+    assert [partition(fabric.group_LH[0])] == partitions(
+        tiers_of(replace(fabric.links, bandwidth_bytes_per_s=bandwidth_HH))
+    )
 
 
 def test_nvlink_domains_of_several_hosts_are_a_tier() -> None:

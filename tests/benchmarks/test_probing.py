@@ -1,29 +1,24 @@
-"""The adaptive scheme keeps most of the gain of full probing, in few rounds, on a fabric of 128 hosts."""
+"""The adaptive scheme keeps most of the gain of full probing, in few rounds."""
 
 import pytest
 
-from benchmarks.bench_probing import Scheme, World, fabric, noisy
-from pipette_launch.probe.links.selection import MOST_ROUNDS, SCOUTED_ROUNDS
+from benchmarks.bench_probing import World, adaptive, fabric, noisy
 
 
-@pytest.mark.parametrize("knows_switches", [True, False])
-def test_few_rounds_keep_most_of_the_gain(*, knows_switches: bool) -> None:
-    """Of 127 rounds' gain over the order by switches, 30 keep 70 %, whether or not a scheduler names the switches."""
-    drawn = fabric(128, noisy, 0)
-    full, world = (World(fabric=drawn, seed=0) for _ in range(2))
+@pytest.mark.parametrize(
+    ("hosts", "seed", "knows_switches", "rounds", "kept"),
+    [(128, 0, True, 30, 0.7), (128, 0, False, 40, 0.7), (256, 109, False, 40, 0.85)],
+    ids=["switches known", "switches unknown", "slow hosts do not join racks"],
+)
+def test_few_rounds_keep_most_of_the_gain(
+    hosts: int, seed: int, rounds: int, kept: float, *, knows_switches: bool
+) -> None:
+    """A few rounds keep most of the gain of all rounds over the order by switches."""
+    drawn = fabric(hosts, noisy, seed)
+    full, world = (World(fabric=drawn, seed=seed) for _ in range(2))
     sorted_cost, full_cost = full.cost(drawn.sorted_H), full.cost_with(drawn.links)
-    cost = Scheme(knows_switches=knows_switches).run(world)
+    cost = adaptive(world, knows_switches=knows_switches)
 
-    assert world.rounds <= MOST_ROUNDS
+    assert world.rounds <= rounds
     assert full_cost < sorted_cost
-    assert sorted_cost - cost >= 0.7 * (sorted_cost - full_cost)
-
-
-def test_slow_hosts_do_not_join_racks() -> None:
-    """The links of slow hosts, corrected for the host's speed, come last when racks are joined: 40 rounds keep 85 %."""
-    drawn = fabric(256, noisy, 109)
-    full, world = (World(fabric=drawn, seed=109) for _ in range(2))
-    sorted_cost, full_cost = full.cost(drawn.sorted_H), full.cost_with(drawn.links)
-    cost = Scheme(knows_switches=False, rounds=SCOUTED_ROUNDS).run(world)
-
-    assert sorted_cost - cost >= 0.85 * (sorted_cost - full_cost)
+    assert sorted_cost - cost >= kept * (sorted_cost - full_cost)

@@ -27,7 +27,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from itertools import zip_longest
 from typing import TypeAlias
 
 import numpy as np
@@ -114,9 +113,8 @@ def quartile_spread(values: Sequence[float]) -> float:
 def undisturbed(values: Sequence[float]) -> list[float]:
     """Return the fastest quarter of the times of a tiny message.
 
-    If processes wait for a processor, the median of tiny messages contains this wait. A large message waits less,
-    because its bytes travel meanwhile. Subtracting the median from the time of a large message made links look up to a
-    fifth too fast.
+    The median contains waits for a processor. A large message waits less, because its bytes travel meanwhile. So large
+    messages minus the median made links look up to a fifth too fast.
     """
     return sorted(values)[: max(1, len(values) // 4)]
 
@@ -124,9 +122,8 @@ def undisturbed(values: Sequence[float]) -> list[float]:
 def condensed(samples: Samples) -> Samples:
     """Return three values around the lower quartile, with the spread of all values, and the last warm-up.
 
-    The lower quartile is used because a disturbance only slows a message down. On links with a set rate, the error of
-    medians was up to 1.5 times the error of lower quartiles. The fastest value is too fast if a queue was empty. Three
-    values are kept because, with 64 hosts of 8 devices, all values of all links would be 50 MB of text on rank 0.
+    A disturbance only slows a message down, but the fastest value is too fast if a queue was empty. With 64 hosts of 8
+    devices, all values of all links would be 50 MB of text on rank 0.
     """
     quartile = float(np.quantile(samples.values_s, 0.25))
     away = quartile * samples.spread
@@ -319,14 +316,15 @@ class LinkMeter:
             bound_s=self.bound_s,
             is_queued=self._queued is not None,
         )
-        if mine is not None:
-            # The first message opens connections, which training does only once, so this message is not timed.
-            self._exchange(0, mine[1], is_sender=self._rank == mine[1][0])
-        for place in range(2):
-            self._direction(groups, mine, tally if mine is not None and self._rank == mine[1][place] else None)
         if mine is None:
+            self._direction(groups, None, None)
+            self._direction(groups, None, None)
             return []
         index, pair = mine
+        # The first message opens connections, which training does only once, so this message is not timed.
+        self._exchange(0, pair, is_sender=self._rank == pair[0])
+        for sender in pair:
+            self._direction(groups, mine, tally if self._rank == sender else None)
         sizes, own = tally.samples(own=True)
         together = tally.samples()[1] if len(groups[index]) > 1 else ()
         return [
@@ -347,10 +345,11 @@ class LinkMeter:
         `mine` is the index of this rank's group, and this rank's pair in the group. Receivers pass no `tally`.
         """
         has_rails = any(len(group) > 1 for group in groups)
+        index, pair = mine or (0, (0, 0))
         while True:
             wishes = torch.zeros((len(groups), len(self.sizes) + 1), dtype=torch.float64)
-            if mine is not None and tally is not None:
-                wishes[mine[0], 1:] = torch.tensor(tally.wish(), dtype=torch.float64)
+            if tally is not None:
+                wishes[index, 1:] = torch.tensor(tally.wish(), dtype=torch.float64)
             if self._queued is not None:
                 wishes[:, 0] = self._queued.wanted
             agreed = self._largest(wishes)
@@ -360,19 +359,18 @@ class LinkMeter:
             orders = [sending_order(list(map(int, wish))) for _, *wish in agreed]
             if not any(orders):
                 return
-            for step in range(max(map(len, orders))):
+            order = orders[index] if mine else []
+            idle = max(map(len, orders)) - len(order)
+            for size, count in [*order, *[(0, 0)] * idle]:
+                own_s = [self._message(size, pair, is_sender=tally is not None) for _ in range(count)]
                 times = torch.zeros((len(groups), 1), dtype=torch.float64)
-                index = 0
-                own_s: list[float] = []
-                if mine is not None and step < len(orders[mine[0]]):
-                    index, count = orders[mine[0]][step]
-                    own_s = [self._message(index, mine[1], is_sender=tally is not None) for _ in range(count)]
-                    times[mine[0]] = max(own_s) if tally is not None else 0.0
+                if tally is not None:
+                    times[index] = max(own_s, default=0.0)
                 slowest = self._largest(times) if has_rails else times.tolist()
-                if mine is not None and tally is not None:
+                if tally is not None:
                     for seconds in own_s:
                         # A shared wire does not slow a tiny message, because its time is all latency.
-                        tally.add(index, seconds, slowest[mine[0]][0] if index else seconds)
+                        tally.add(size, seconds, slowest[index][0] if size else seconds)
 
     def _largest(self, wishes: torch.Tensor) -> list[list[float]]:
         """Return for each group the largest message counts of its rails; all ranks return from this call together."""
@@ -509,11 +507,9 @@ def in_turns(between: Sequence[Round], within: Sequence[Round]) -> list[tuple[bo
 
     If the time budget runs out early, both kinds of rounds then have some measurements.
     """
-    turns: list[tuple[bool, int, Round]] = []
-    for number, (outer, inner) in enumerate(zip_longest(between, within), start=1):
-        turns += [] if outer is None else [(True, number, outer)]
-        turns += [] if inner is None else [(False, number, inner)]
-    return turns
+    kinds = ((True, between), (False, within))
+    turns = [(is_between, number, pairs) for is_between, rounds in kinds for number, pairs in enumerate(rounds, 1)]
+    return sorted(turns, key=lambda turn: turn[1])
 
 
 def settled(
@@ -521,9 +517,7 @@ def settled(
 ) -> tuple[LinkSamples, ...]:
     """Measure links until two measurements in a row agree; returns the fastest measurement of each link.
 
-    On a virtual machine that had been idle for a minute, the first messages of 5 MB inside hosts ran at 39 to 113 MB/s.
-    A few seconds later, messages of 5 MB ran at 140 to 330 MB/s. So the first measurement of a link may be too slow;
-    the cause is unknown.
+    The first measurement may be several times too slow, as on a virtual machine that had been idle for a minute.
 
     `largest` returns the largest of all ranks' numbers. `has_time` returns the same answer on every rank.
     """

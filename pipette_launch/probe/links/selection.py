@@ -465,7 +465,6 @@ class Survey:
         if rounds:
             rounds = rounds if hope is None else _filled(rounds, hope, self._done)
             measured = measure(rounds)
-            now = {pair for one in rounds for pair in one}
             different = {
                 ordered(way)
                 for way, line in measured.items()
@@ -473,21 +472,20 @@ class Survey:
             }
             self.changed += [pair for pair in pairs if pair in different]
             self.lines.update(measured)
-            self._done |= now
+            self._done.update(pair for one in rounds for pair in one)
         return len(rounds)
 
 
 def _filled(rounds: Sequence[Round], hope: Links, done: Collection[Pair]) -> tuple[Round, ...]:
     """Give each idle host of a round the partner with the fastest unmeasured link, according to `hope`."""
     rates_HH = np.minimum(hope.bandwidth_bytes_per_s, hope.bandwidth_bytes_per_s.T)
-    taken = [*done, *(pair for one in rounds for pair in one)]
+    taken: Collection[Pair] = [*done, *(pair for one in rounds for pair in one)]
     filled = []
     for pairs in rounds:
-        if taken:
-            one_P, other_P = np.array(taken, dtype=np.int64).T
-            rates_HH[one_P, other_P] = rates_HH[other_P, one_P] = 0.0
-        filled.append(_matching(rates_HH, np.arange(len(rates_HH)), pairs))
-        taken = list(filled[-1])
+        one_P, other_P = np.array(list(taken), dtype=np.int64).reshape(-1, 2).T
+        rates_HH[one_P, other_P] = rates_HH[other_P, one_P] = 0.0
+        taken = _matching(rates_HH, np.arange(len(rates_HH)), pairs)
+        filled.append(taken)
     return tuple(filled)
 
 

@@ -51,13 +51,17 @@ SECTIONS = ("model", "train", "ddp", "optimizer", "comm_overlap", "dist")
 SOME = {
     "train": ("micro_batch_size", GBS, "rampup_batch_size", "train_iters", "train_samples"),
     "dist": ("use_megatron_fsdp", "use_torch_fsdp2", "use_tp_pp_dp_mapping", "use_gloo_process_groups"),
-    "dataset": ("seq_length", "dataloader_type", "eod_mask_loss"),
+    "dataset": ("dataloader_type", "eod_mask_loss"),
     "logger": ("log_interval",),
 }
 """Settings that describe time and memory, of sections that also hold other settings."""
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 OVERRIDE = re.compile(r"[+~]*(model|train|ddp|optimizer|scheduler|dataset|comm_overlap|mixed_precision|dist)\.[\w.]+=")
+OPTIONS = {"tp": f"model.{TP}", "pp": f"model.{PP}", "vp": f"model.{VPP}", "etp": f"model.{ETP}"}
+OPTIONS |= {name: f"model.{DEGREES[name]}" for name in ("cp", "ep")}
+OPTIONS |= {"mb": "train.micro_batch_size", "gb": f"train.{GBS}", "sl": "dataset.seq_length", "ms": "train.train_iters"}
+"""Overrides that short options of Bridge's runner, such as `-tp`, stand for. Long options have the setting's name."""
 SAVES = "`run_recipe.py ... --dry-run` saves ConfigContainer.yaml, and each checkpoint has run_config.yaml"
 LIMIT_S = 600
 """Longest time in seconds for the job's script to make its configuration."""
@@ -123,8 +127,7 @@ def is_bridge(words: Sequence[str], script: str) -> bool:
 def read_saved(path: Path, words: Sequence[str]) -> Overrides:
     """Read a configuration that Bridge saved (YAML or JSON), and apply the overrides among the words."""
     config = _configuration(files.read_bytes(path).decode("utf-8", errors="replace"), str(path))
-    for word in filter(OVERRIDE.match, words):
-        key, _, value = word.lstrip("+~").partition("=")
+    for key, value in _overrides(words):
         *sections, name = key.split(".")
         place: Any = config
         for section in sections:
@@ -155,6 +158,16 @@ def from_script(script: str, words: Sequence[str], *, world_size: int) -> Overri
     return Overrides(tuple(words), _configuration(done.stdout, script))
 
 
+def _overrides(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Return paths and values of options and overrides. Overrides come last, because the runner prefers them."""
+    names = {f"-{short}": path for short, path in OPTIONS.items()}
+    names |= {f"--{path.rpartition('.')[2]}": path for path in OPTIONS.values()}
+    pairs = [word.partition("=")[::2] for word in words]
+    followed = zip(pairs, (*words[1:], ""), strict=False)
+    options = [(names[name], value or following) for (name, value), following in followed if name in names]
+    return options + [(name.lstrip("+~"), value) for name, value in pairs if OVERRIDE.match(f"{name}=")]
+
+
 def _configuration(text: str, source: str) -> dict[str, Any]:
     """Read a configuration in JSON or YAML. `source` names the configuration in errors."""
     config: Any = None
@@ -177,15 +190,14 @@ def _configuration(text: str, source: str) -> dict[str, Any]:
 def _value(text: str) -> Any:
     """Read the value of an override, in the part of Hydra's grammar that settings of jobs use."""
     plain = text.strip()
-    if plain.lower() in {"null", "true", "false"}:
-        return json.loads(plain.lower())
     if plain[:1] == "[" and plain[-1:] == "]":
         return [_value(item) for item in plain[1:-1].split(",") if item.strip()]
     if plain[:1] in {"'", '"'} and plain[-1:] == plain[:1]:
         return plain[1:-1]
-    if re.fullmatch(r"[-+]?\d+", plain):
-        return int(plain)
-    return float(plain) if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", plain, re.IGNORECASE) else plain
+    try:
+        return json.loads(plain.lower())
+    except ValueError:
+        return plain
 
 
 def _hydra(value: Any) -> str:
@@ -238,7 +250,8 @@ def settings_of(config: Config) -> dict[str, Any]:
         precision = _named_precision(precision)
     precision = {"grad_reduce_in_fp32": ddp.get("grad_reduce_in_fp32"), **model, **_section(precision)}
     found = {name: _section(config.get(part)).get(name) for part, names in SOME.items() for name in names}
-    found |= {**ddp, **optimizer, **{name: value for name, value in model.items() if name != "seq_length" or value}}
+    length = dataset.get("seq_length") or dataset.get("sequence_length") or model.get("seq_length")
+    found |= {**ddp, **optimizer, **model, "seq_length": length, "max_position_embeddings": length}
     found = {name: _plain(value) for name, value in found.items()}
     for name in ("use_distributed_optimizer", "overlap_param_gather"):
         found[name] = bool(ddp.get(name) or optimizer.get(name))
@@ -261,12 +274,17 @@ def settings_of(config: Config) -> dict[str, Any]:
     found["check_for_nan_in_loss_and_grad"] = all(checks)
     if found.get("moe_token_dispatcher_type") != "flex":
         found["moe_flex_dispatcher_backend"] = None
+    if found.get("moe_router_dtype") not in {"fp32", "fp64"}:
+        found["moe_router_dtype"] = None
+    # Bridge accepts the second overlap without the first, and Megatron-LM does not.
+    found["overlap_param_gather"] &= bool(found.get("overlap_grad_reduce"))
     return found
 
 
 def _check(config: Config, model: Config) -> None:
     if _section(config.get("peft")):
-        raise MegatronError("peft: memory and time of frozen weights with adapters are not modelled")
+        remedy = "keep the recipe's own layout, or plan the recipe that trains all weights (--mode sft)"
+        raise MegatronError(f"peft: memory and time of frozen weights with adapters are not modelled; {remedy}")
     for name, value in model.items():
         if value and re.match(r"vision_(config|transformer)|audio_config|thinker|diffusion", name):
             raise MegatronError(f"model.{name}: no formula describes a model with several towers")
@@ -289,17 +307,21 @@ def _shape(model: Config) -> dict[str, Any]:
     heads, groups = model.get("num_attention_heads"), model.get("num_query_groups")
     activation = str(_plain(model.get("activation_func")))
     is_gated, is_quick = bool(model.get("gated_linear_unit")), "quick_gelu" in activation
-    windows = model.get("window_size")
+    windows, base, pattern = (model.get(name) for name in ("window_size", "rotary_base", "interleaved_attn_pattern"))
+    windows = [windows - 1, 0] if isinstance(windows, int) else windows
     return {
         "num_experts": model.get("num_moe_experts"),
         ETP: model.get(ETP) if model.get("num_moe_experts") else None,
         "group_query_attention": groups not in (None, heads),
-        "max_position_embeddings": model.get("seq_length"),
         "swiglu": is_gated and not is_quick,
         "quick_geglu": is_gated and is_quick,
         "squared_relu": "squared_relu" in activation,
         "untie_embeddings_and_output_weights": model.get("share_embeddings_and_output_weights") is False,
-        "window_size": ",".join(map(str, windows)) if isinstance(windows, (list, tuple)) else windows,
+        "bias_swiglu_fusion" if is_gated else "bias_gelu_fusion": model.get("bias_activation_fusion"),
+        # Gemma's layers with a window have another base, which changes no time.
+        "rotary_base": base[-1] if isinstance(base, list) else base,
+        "window_size": windows and ",".join(map(str, windows)),
+        "window_attn_skip_freq": sum(pattern) if pattern else model.get("window_attn_skip_freq"),
     }
 
 
@@ -320,9 +342,10 @@ def pipeline(model: Config) -> dict[str, Any]:
     if isinstance(stages, list):
         stages = "|".join("".join(LETTERS[str(kind)] for kind in stage) for stage in stages)
         stages = re.sub(r"(t+\|)\1{2,}", lambda run: f"({run[1]})*{len(run[0]) // len(run[1])}", stages)
+    is_split = stages or any("|" in str(model.get(name)) for name in PATTERN_DESTS)
     return {
         STAGES: stages,
-        "num_virtual_stages_per_pipeline_rank": virtual if (virtual or 1) > 1 and not stages else None,
+        "num_virtual_stages_per_pipeline_rank": virtual if (virtual or 1) > 1 and not is_split else None,
         # Bridge saves the default: one group for all stages.
         GROUP_SIZE: None if model.get(GROUP_SIZE) == model.get(PP) else model.get(GROUP_SIZE),
         **{dest: model.get(name) for dest, name in FIELDS.items()},

@@ -34,6 +34,7 @@ def read_job(
     without_probes: bool = False,
     for_planning: bool = False,
     is_launched: bool = False,
+    is_translated: bool = False,
     environment: Mapping[str, str] | None = None,
     device_name: str = "",
     capability: int | None = None,
@@ -55,6 +56,7 @@ def read_job(
         without_probes: if true, accept jobs that a warm-up cannot time, for plans without a warm-up.
         for_planning: if true, replace a layout that Megatron refuses by a layout with other parallel degrees.
         is_launched: if true, a script starts and checks unknown flags itself.
+        is_translated: if true, the flags stand for settings of another trainer, which has its own checks.
         environment: variables of the workers, which select an attention backend and sizes of buffers.
         device_name: name of the GPUs, on which the attention backend depends. Empty if unknown.
         capability: major number of the GPUs' compute capability. None = derive the number from `device_name`.
@@ -77,6 +79,7 @@ def read_job(
         for_prediction=for_prediction,
         for_planning=for_planning,
         is_launched=is_launched,
+        is_translated=is_translated,
     )
     return reader.job()
 
@@ -117,6 +120,7 @@ class _Reader:
     for_prediction: bool
     for_planning: bool
     is_launched: bool
+    is_translated: bool
 
     def job(self) -> Job:
         given, environment, kind = self.given, self.environment, self.device_kind
@@ -130,7 +134,8 @@ class _Reader:
         found = self._flags_layout()
         if starts_nothing:
             # A launched script refuses unknown flags itself, and may accept more flags than NVIDIA's script.
-            check_flags(given, found.layout)
+            if not self.is_translated:
+                check_flags(given, found.layout)
             if kind == "cuda":
                 check_formats(given, found.layout, device_name=self.device_name, capability=self.capability)
         batch = read_batch(given, found.layout)

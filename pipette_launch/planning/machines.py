@@ -110,6 +110,7 @@ class TargetMachines:
             environment=environment,
             device_name=self.device_name,
             capability=self.capability,
+            is_translated=not isinstance(dialect, megatron.Flags),
             **purpose,
         )
         return replace(job, notes=(*guess, *job.notes))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,36 +39,59 @@ pretrain(process_config_with_overrides(gpt3_175b_pretrain_config(), cli_override
 """
 
 
+RECIPES = {
+    "GPT-3 175B": "recipes.gpt.gpt3_175b:gpt3_175b_pretrain_config",
+    "Qwen3 30B-A3B": "recipes.qwen.h100.qwen3_moe:qwen3_30b_a3b_pretrain_8gpu_h100_bf16_config",
+    "DeepSeek-V3": "recipes.deepseek.h100.deepseek_v3:deepseek_v3_pretrain_1024gpu_h100_bf16_config",
+    "Nemotron 3 Nano": "recipes.nemotronh.h100.nemotron_3_nano:nemotron_3_nano_pretrain_8gpu_h100_bf16_config",
+    "Nemotron 3.5": "perf_recipes.nemotronh.h100.nemotronh:nemotron_3_5_lightning_pretrain_16gpu_h100_bf16_config",
+}
+"""Recipes of dense layers, experts, latent attention, Mamba layers, and Mamba layers with multi-token prediction."""
+
+
 @pytest.fixture(scope="module")
-def recipe() -> Any:
-    """Return Bridge's recipe of GPT-3 175B, imported with stand-ins for absent packages."""
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
+    """Return a function that makes the configuration of a recipe, with stand-ins for absent packages and for a GPU."""
     sys.path.insert(0, str(Path(__file__).parent))
     from absent import install
+    from hub import write_hub
 
     from pipette_patches.abstract import transformer_engine
 
+    hub, patch = tmp_path_factory.mktemp("hub"), pytest.MonkeyPatch()
+    write_hub(hub)
+    patch.setenv("HF_HUB_CACHE", str(hub))
+    patch.setenv("HF_HUB_OFFLINE", "1")
     install()
     if find_spec("transformer_engine") is None:
         transformer_engine.install()
-    from megatron.bridge.recipes.gpt.gpt3_175b import gpt3_175b_pretrain_config
+    # Bridge checks that the GPU suits the dispatcher of tokens.
+    device = SimpleNamespace(major=9, minor=0, name="NVIDIA H100 80GB HBM3")
+    patch.setattr("torch.cuda.get_device_properties", lambda *_: device)
 
-    return gpt3_175b_pretrain_config
+    def make(name: str) -> Any:
+        module, _, function = RECIPES[name].partition(":")
+        return getattr(import_module(f"megatron.bridge.{module}"), function)()
+
+    yield make
+    patch.undo()
 
 
 def job_of(config: Path, *words: str) -> tuple[Any, Job]:
     """Read the dialect and the job of a saved configuration."""
     dialect = dialect_of(words, script="x.py", world_size=WORLD_SIZE, saved=config)
     words = dialect.flags("0.19.0")
-    job = read_job(words, world_size=WORLD_SIZE, megatron_version="0.19.0", device_kind="cuda", for_planning=True)
+    options = {"for_planning": True, "is_translated": True}
+    job = read_job(words, world_size=WORLD_SIZE, megatron_version="0.19.0", device_kind="cuda", **options)
     return dialect, job
 
 
-def applied(recipe: Any, words: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+def applied(config: Any, words: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """Let Bridge apply and check overrides. Return the jobs of the configuration before and after the check."""
     from megatron.bridge.training.config import runtime_config_update
     from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 
-    config = process_config_with_overrides(recipe(), cli_overrides=list(words))
+    config = process_config_with_overrides(config, cli_overrides=list(words))
     config.to_yaml(str(folder / "before.yaml"))
     monkeypatch.setenv("WORLD_SIZE", str(WORLD_SIZE))
     monkeypatch.setenv("RANK", "0")
@@ -75,45 +101,53 @@ def applied(recipe: Any, words: tuple[str, ...], folder: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("name", "changes"),
     [
-        {"tp": 8, "etp": 8, "pp": 4, "dp": 16, "vpp": 24, "micro_batch_size": 4},
-        {"tp": 1, "etp": 1, "pp": 16, "dp": 32, "vpp": 1, "sequence_parallel": False, "recompute": FULL},
-        {
-            "tp": 2,
-            "etp": 2,
-            "pp": 16,
-            "cp": 2,
-            "dp": 8,
-            "vpp": 1,
-            "recompute": SELECTIVE,
-            "overlap_param_gather": False,
-        },
-        {"pp": 4, "dp": 32, "vpp": 1, "layers_per_chunk": (23, 24, 24, 25)},
+        ("GPT-3 175B", {"tp": 8, "etp": 8, "pp": 4, "dp": 16, "vpp": 24, "micro_batch_size": 4}),
+        (
+            "GPT-3 175B",
+            {"tp": 1, "etp": 1, "pp": 16, "dp": 32, "vpp": 1, "sequence_parallel": False, "recompute": FULL},
+        ),
+        (
+            "GPT-3 175B",
+            {
+                "tp": 2,
+                "etp": 2,
+                "pp": 16,
+                "cp": 2,
+                "dp": 8,
+                "vpp": 1,
+                "recompute": SELECTIVE,
+                "overlap_param_gather": False,
+            },
+        ),
+        ("GPT-3 175B", {"pp": 4, "dp": 32, "vpp": 1, "layers_per_chunk": (23, 24, 24, 25)}),
+        ("Qwen3 30B-A3B", {"tp": 2, "pp": 4, "cp": 4, "dp": 16, "ep": 8, "etp": 2, "vpp": 3}),
+        ("Nemotron 3 Nano", {"tp": 2, "pp": 2, "dp": 128, "vpp": 4, "layers_per_chunk": (7,) * 6 + (5, 5)}),
     ],
 )
 def test_bridge_reads_the_written_layout(
-    recipe: Any, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipes: Any, name: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bridge applies the overrides, accepts the configuration, and has the layout and the padded vocabulary."""
-    recipe().to_yaml(str(tmp_path / "own.yaml"))
+    recipes(name).to_yaml(str(tmp_path / "own.yaml"))
     mine, job = job_of(tmp_path / "own.yaml")
     layout = replace(job.own, **changes)
-    for found in applied(recipe, mine.written(job, layout), tmp_path, monkeypatch):
+    for found in applied(recipes(name), mine.written(job, layout), tmp_path, monkeypatch):
         assert found.own == layout
         assert found.model.padded_vocab_size(layout.tp) == job.model.padded_vocab_size(job.own.tp)
 
 
-def test_bridge_accepts_a_plan(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`pipette plan` reads a saved recipe and writes overrides, by which Bridge has the chosen layout."""
-    words = ("model.tensor_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=null")
-    recipe().to_yaml(str(tmp_path / "own.yaml"))
-    options = {"gpu": "h100-sxm", "nodes": WORLD_SIZE // 8, "budget_s": 5, "megatron_version": "0.19.0"}
-    found = plan(words, **options, bridge_config=tmp_path / "own.yaml")
-    assert not found.keeps_own
-    assert found.setting is not None
-    for job in applied(recipe, found.setting.new_arguments, tmp_path, monkeypatch):
-        assert job.own == found.chosen.layout
+@pytest.mark.parametrize("name", RECIPES)
+def test_bridge_accepts_plans(recipes: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pipette plan` reads a saved recipe and writes overrides, by which Bridge has each layout of the ranked list."""
+    recipes(name).to_yaml(str(tmp_path / "own.yaml"))
+    options = {"gpu": "h100-sxm", "nodes": WORLD_SIZE // 8, "budget_s": 3, "megatron_version": "0.19.0"}
+    found = plan((), **options, bridge_config=tmp_path / "own.yaml")
+    assert found.ranked
+    for one in found.ranked[:3]:
+        for job in applied(recipes(name), one.new_arguments, tmp_path, monkeypatch):
+            assert job.own == one.layout
 
 
 def test_the_script_itself_gives_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,11 @@ import pytest
 from pipette_launch.errors import FileFormatError, MegatronError
 from pipette_launch.facts import Job, Recompute
 from pipette_launch.megatron import dialect_of, is_bridge, read_job
-from pipette_launch.megatron.bridge import Overrides
+from pipette_launch.megatron.bridge import VPP, Overrides
+from pipette_launch.planning.predict import predict
 from pipette_launch.report.screen import arguments_diff
 
+LEFT_OUT = {"--moe-router-dtype", "--num-virtual-stages-per-pipeline-rank"}
 VERSION = "0.16.1"
 MODEL = {
     "num_layers": 8,
@@ -110,6 +112,45 @@ def test_a_configuration_and_overrides_describe_a_job(tmp_path: Path) -> None:
     assert job.batch.global_batch_size == 16
 
 
+def test_options_of_bridges_runner_count_and_overrides_win(tmp_path: Path) -> None:
+    """Short and long options change the saved settings, and the data set's sequence length is the model's."""
+    words = ("-tp", "4", "--micro_batch_size=2", "-sl", "128", "-gb", "8", "train.global_batch_size=32")
+    job = job_of(bridge_of(tmp_path, *words))
+    assert (job.own.tp, job.own.micro_batch_size, job.batch.global_batch_size) == (4, 2, 32)
+    assert job.model.seq_length == 128
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"moe_router_dtype": "bf16"}, "--moe-router-dtype"),
+        ({"rotary_base": [10000, 1000000]}, "--rotary-base=1000000"),
+        ({"window_size": 512, "interleaved_attn_pattern": [5, 1]}, "--window-attn-skip-freq=6"),
+        ({"window_size": 512}, "--window-size=511,0"),
+        ({"bias_activation_fusion": False}, "--no-bias-swiglu-fusion"),
+        ({"bias_activation_fusion": False, "gated_linear_unit": False}, "--no-bias-gelu-fusion"),
+        ({"hybrid_layer_pattern": "M*|M-|M*|M-", VPP: 2}, "--num-virtual-stages-per-pipeline-rank"),
+    ],
+)
+def test_settings_that_megatrons_parser_spells_otherwise(tmp_path: Path, settings: dict[str, Any], flag: str) -> None:
+    """Settings whose values or names differ from a flag's are translated, or left out if no flag says the same."""
+    words = bridge_of(tmp_path, model={**MODEL, **settings}).flags(VERSION)
+    assert any(word.startswith(flag) for word in words) == (flag not in LEFT_OUT)
+
+
+def test_the_gather_of_weights_overlaps_only_with_the_reduction(tmp_path: Path) -> None:
+    """Bridge accepts the second overlap alone, and the layout that Megatron-LM would refuse has none of them."""
+    assert not job_of(bridge_of(tmp_path, "comm_overlap.overlap_grad_reduce=false")).own.overlap_param_gather
+
+
+def test_checks_of_megatrons_parser_do_not_apply(tmp_path: Path) -> None:
+    """Bridge allows Transformer Engine's loss, which the parser of Megatron-LM 0.19 refuses."""
+    config = {**CONFIG, "model": {**MODEL, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = {"gpu": "h100-sxm", "nodes": 1, "gpus_per_node": 8, "megatron_version": "0.19.0"}
+    assert predict((), **options, bridge_config=tmp_path / "config.json").layout.tp == 2
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -150,7 +191,7 @@ def test_written_words_keep_the_users_words_and_name_what_the_runner_would_deriv
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"peft": {"dim": 8}}, "peft"),
+        ({"peft": {"dim": 8}}, "peft: .*--mode sft"),
         ({"model": {**MODEL, "vision_config": {"depth": 2}}}, "several towers"),
         ({"mixed_precision": "bf16_with_mxfp8_mixed"}, "only Bridge knows"),
     ],

@@ -237,6 +237,8 @@ class Setting:
     """Origin of the machines' figures."""
     network: str
     """Network between hosts that the user described. The text is empty for one host, or if the network was measured."""
+    megatron_flags: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
+    """Megatron's flags that describe the same job as `arguments`; empty if `arguments` are Megatron's flags."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "num_parameters", "global_batch_size", "seq_length", "device_memory_bytes")

@@ -145,7 +145,8 @@ def job_of(plan: Plan, measured: Measurements | None) -> Job:
         raise PipetteError("the plan's file does not name the job's flags")
     version = (measured.versions if measured else plan.provenance.versions).get("megatron-core")
     return megatron.read_job(
-        setting.arguments,
+        setting.megatron_flags or setting.arguments,
+        is_translated=bool(setting.megatron_flags),
         world_size=plan.chosen.layout.world_size,
         megatron_version=version or megatron.version_or_newest(None, setting.script, os.environ)[0],
         device_kind=plan.device_kind,

@@ -277,7 +277,7 @@ def settings_of(config: Config) -> dict[str, Any]:
     if found.get("moe_router_dtype") not in {"fp32", "fp64"}:
         found["moe_router_dtype"] = None
     # Bridge accepts the second overlap without the first, and Megatron-LM does not.
-    found["overlap_param_gather"] &= bool(found.get("overlap_grad_reduce"))
+    found["overlap_param_gather"] = bool(found["overlap_param_gather"] and found.get("overlap_grad_reduce"))
     return found
 
 

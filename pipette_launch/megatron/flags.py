@@ -303,6 +303,7 @@ RECIPE = re.compile(r"(model)?(recipe|family|factory|config|yaml|exp|experiment)
 """Pattern of flags that name a recipe or a recipe's file in Megatron-Bridge, NeMo, Primus and other trainers."""
 PRETRAINED = re.compile(r"model(id|name|path|nameorpath)?|(hf|pretrained)(model)?(id|name|path|nameorpath)?")
 """Pattern of flags that name a Hugging Face model in ms-swift, Megatron-Bridge and other trainers."""
+REMEDY = "give Megatron-LM's own flags, or to pipette the saved configuration of Megatron-Bridge (--bridge-config FILE)"
 DASHES = "-\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{FIGURE DASH}\N{EN DASH}\N{EM DASH}\N{HORIZONTAL BAR}\N{MINUS SIGN}"
 """Characters that word processors and web pages write instead of a hyphen."""
 
@@ -341,15 +342,15 @@ def why_missing(arguments: Arguments, missing: Sequence[str]) -> str:
     """Return the likely reason why the flags in `missing` are missing, and advice for the user."""
     words = arguments.unknown_words
     for pattern, reason in (
-        (RECIPE, "a recipe of another program, which is not read"),
-        (PRETRAINED, "a model, but only flags can describe its shape"),
+        (RECIPE, f"a recipe of another program, which is not read; {REMEDY}"),
+        (PRETRAINED, f"a model, but only flags can describe its shape; {REMEDY}"),
     ):
         for place, word in enumerate(words):
             name, equals, value = word.partition("=")
             if name.startswith("-") and pattern.fullmatch(_letters(name)):
                 following = value if equals else "".join(words[place + 1 : place + 2])
                 shown = name if following.startswith("-") else f"{name} {following}".rstrip()
-                return f"{shown} names {reason}; give Megatron-LM's own flags"
+                return f"{shown} names {reason}"
     near = {word: likely_flag(word.partition("=")[0], arguments.version) for word in words}
     meant = [f"{flag} for {word}" for word, flag in near.items() if flag in missing]
     if meant:
@@ -359,7 +360,7 @@ def why_missing(arguments: Arguments, missing: Sequence[str]) -> str:
         if re.match(r"\s*--\S+\s+\S", word):
             return "one word contains several flags, as zsh passes $ARGS; write ${=ARGS} there, without quotes"
         if re.fullmatch(r"[+~]*\w+(\.\w+)+=.*|@?.*\.(ya?ml|toml|json|txt|sh)", word):
-            return f"{word} belongs to a recipe or file, which is not read; give Megatron-LM's own flags"
+            return f"{word} belongs to a recipe or file, which is not read; {REMEDY}"
     return "add what is missing to the script's arguments"
 
 

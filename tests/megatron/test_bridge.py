@@ -11,8 +11,10 @@ import pytest
 
 from pipette_launch.errors import FileFormatError, MegatronError
 from pipette_launch.facts import Job, Recompute
+from pipette_launch.launch import plan_reports
 from pipette_launch.megatron import dialect_of, is_bridge, read_job
 from pipette_launch.megatron.bridge import VPP, Overrides
+from pipette_launch.planning.plan import plan
 from pipette_launch.planning.predict import predict
 from pipette_launch.report.screen import arguments_diff
 
@@ -141,6 +143,14 @@ def test_settings_that_megatrons_parser_spells_otherwise(tmp_path: Path, setting
 def test_the_gather_of_weights_overlaps_only_with_the_reduction(tmp_path: Path) -> None:
     """Bridge accepts the second overlap alone, and the layout that Megatron-LM would refuse has none of them."""
     assert not job_of(bridge_of(tmp_path, "comm_overlap.overlap_grad_reduce=false")).own.overlap_param_gather
+
+
+def test_the_job_of_a_saved_plan_is_read_again(tmp_path: Path) -> None:
+    """A plan keeps Megatron's flags of a recipe, by which reports and traces read the job without the recipe."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    options = {"gpu": "h100-sxm", "nodes": 1, "gpus_per_node": 8, "budget_s": 1}
+    found = plan(("--recipe", "x"), **options, bridge_config=tmp_path / "config.json")
+    assert plan_reports.job_of(found, None).own.tp == MODEL["tensor_model_parallel_size"]
 
 
 def test_checks_of_megatrons_parser_do_not_apply(tmp_path: Path) -> None:

@@ -385,8 +385,9 @@ class Coordinator:
         return replace(decision, iteration=reached or (held.iteration if held else 0), shortage=self.planner.shortage)
 
     def _keep_batch(self, last: Decision | None) -> None:
-        """Let later layouts keep the global batch size of a decision."""
-        given = last.script_arguments if last else None
+        """Let later layouts keep the global batch size of a decision, or of the job that a warm-up measured."""
+        is_measured = last is not None and last.phase == "warmup"
+        given = self._options.script_arguments if is_measured else last.script_arguments if last else None
         self.planner.batch = megatron.global_batch_size(given) if given else None
 
     def _decide(

@@ -386,6 +386,18 @@ def test_other_hosts_are_measured_anew(tmp_path: Path) -> None:
     assert "the hosts changed from node0, node1 to node0" in decision.reason
 
 
+def test_a_host_lost_in_the_warmup_costs_no_plan(tmp_path: Path) -> None:
+    """The user's own layout may be illegal on the remaining hosts, but the job has the batch of all hosts."""
+    one = coordinator(tmp_path, options("--global-batch-size", "16"))
+    warmup = one.decide(records(4), None)
+    rest = records(4)[:3]
+    decision = one.decide(rest, warmup, {"node3": "its agent is gone"})
+    orders = files.loads(WarmupOrder, decision.probe_options, "orders")
+
+    assert ("warmup", 16) == (decision.phase, orders.job.batch.global_batch_size)
+    assert ["node0", "node1", "node2"] == [host.name for host in orders.hosts]
+
+
 def test_a_dry_run_stops(tmp_path: Path) -> None:
     """It leaves no record, because it writes no checkpoints."""
     one = from_file(tmp_path, plan(PP), "--save", str(tmp_path / "ckpt"), dry_run=True)

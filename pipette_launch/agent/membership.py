@@ -19,8 +19,13 @@ from pipette_launch.facts.messages import Arrival, Decision, Member, Members, No
 
 REJOIN = "rejoin"
 """Answer that sends all agents through torch's rendezvous again, because another node waits in torch's rendezvous."""
+PARTED = "parted: "
+"""First word of the answer to agents whose part of a divided network must end; the reason follows."""
 LEFT_OUT = "left out"
 """Answer to an agent if the other agents went on without that agent."""
+
+MOST_AT_ONCE = 256
+"""Most agents that an agent tries to reach at the same time."""
 
 Decide: TypeAlias = "Callable[[Sequence[NodeRecord], Decision | None, Mapping[str, str]], Decision]"
 
@@ -102,8 +107,6 @@ class Membership:
         without this agent. Raises ClusterError if too few agents can be reached.
         """
         self._stop_watching()
-        apart = [one for one in self._members if one.token in self._out_of_reach and one != self._own]
-        self._out_of_reach = {one.token for one in apart if why_unreachable(one, timeout_s=PROBE_S)}
         self._num_meetings += 1
         while True:
             leader = next(member for member in self._members if member.token not in self._lost)
@@ -121,6 +124,18 @@ class Membership:
                     continue
                 logger.warning("the agent at %s no longer decides: %s", leader.address, error)
                 self._lost[leader.token] = str(error)
+                self._pass_over_unreachable()
+
+    def _pass_over_unreachable(self) -> None:
+        """Mark the next leaders as lost if they are out of reach. More at a time, because a network may be cut."""
+        before, number = self._members[: self._members.index(self._own)], 1
+        while batch := [one for one in before if one.token not in self._lost][:number]:
+            found = unreachable(batch, timeout_s=HOST_SILENCE_S)
+            self._lost |= found
+            self._surely_gone |= {token for token, why in found.items() if why == GONE}
+            if len(found) < len(batch):
+                return
+            number = min(4 * number, MOST_AT_ONCE)
 
     # -- another agent decides ------------------------------------------------------------------------------------
 
@@ -139,6 +154,8 @@ class Membership:
         )
         desk.put(f"arrival/{self._own.token}", files.dumps(arrival))
         generation = self._answer(leader, desk)
+        if generation.startswith(PARTED):
+            raise ClusterError(generation.removeprefix(PARTED))
         if generation in (REJOIN, LEFT_OUT):
             # Delete this agent's arrival, so that no later meeting takes it for a new arrival.
             desk.drop(f"arrival/{self._own.token}")
@@ -200,7 +217,10 @@ class Membership:
         if self._round_store is not None and self._leader == self._own:
             self._round_store.put("alarm", "a meeting")
         arrivals = self._gather()
-        self._check_quorum(len(arrivals))
+        if why := self._why_parted(len(arrivals)):
+            self._answer_all(arrivals, f"{PARTED}{why}")
+            time.sleep(PROOF_S)  # Other agents read the answer in this agent's store, which ends with this agent.
+            raise ClusterError(why)
         if self._leader is not None and is_awaited():
             self._answer_all(arrivals, REJOIN)
             self._members = ()
@@ -273,16 +293,16 @@ class Membership:
             return ""
         return self._round_store.peek(f"{what}/{member.token}") or ""
 
-    def _check_quorum(self, num_arrivals: int) -> None:
-        """Raise ClusterError unless this part of a divided network is the only part that may continue the job."""
+    def _why_parted(self, num_arrivals: int) -> str:
+        """Return why this part of a divided network must end; empty if only this part may continue the job."""
         came = 1 + num_arrivals
         possible = len(self._members) - len(self._surely_gone)
         # Before the first meeting no agent has led. If the network is cut into halves then, only the half with the
         # first agent continues.
         keeps_store = self._own == (self._leader or self._members[0])
         if 2 * came > possible or (2 * came == possible and keeps_store):
-            return
-        raise ClusterError(
+            return ""
+        return (
             f"this node reaches {came} of {possible} nodes that may still run ({', '.join(set(self._lost.values()))}); "
             f"it ends here, so that two parts of the job do not train at once"
         )
@@ -325,12 +345,22 @@ class Membership:
         return f"the agent at {peer.address}: {why}"
 
     def _stop_watching(self) -> None:
-        """Stop the threads that look for lost agents, and note silent agents that this round has not reported."""
-        for one in self._finders:
-            one.stop()
-            if one.lost == SILENT and one.peer is not None:
-                self._out_of_reach.add(one.peer.token)
+        """Stop the threads that look for lost agents. Check agents that are silent or late; report silent agents."""
+        self._out_of_reach |= {peer.token for one in self._finders if (peer := one.stop())}
+        apart = [one for one in self._members if one.token in self._out_of_reach and one != self._own]
+        self._out_of_reach = set(unreachable(apart, timeout_s=PROOF_S))
+        for peer in apart:
+            if self._round_store is not None and peer.token in self._out_of_reach and peer != self._leader:
+                # After this report the first agent waits for the silent agent for PROOF_S, not for HOST_SILENCE_S.
+                self._round_store.say(f"lost/{peer.token}", SILENT)
         self._finders = ()
+
+
+def unreachable(agents: Sequence[Member], *, timeout_s: float) -> dict[str, str]:
+    """Connect to agents at the same time; return the tokens of the agents that cannot be reached, with the reasons."""
+    with ThreadPoolExecutor(max(len(agents), 1)) as pool:
+        found = pool.map(lambda agent: why_unreachable(agent, timeout_s=timeout_s), agents)
+        return {agent.token: why for agent, why in zip(agents, found, strict=True) if why}
 
 
 def out_of_reach(

@@ -14,12 +14,13 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import wait
 
 from torch.distributed import Store, TCPStore
 
 from pipette_launch.agent.signals import STORE_THREAD
-from pipette_launch.agent.store import within
-from pipette_launch.defaults import HOST_SILENCE_S
+from pipette_launch.agent.store import call_torch, within
+from pipette_launch.defaults import HOST_SILENCE_S, PROBE_S
 from pipette_launch.facts.messages import Member
 
 PAUSE_S = 1.0
@@ -51,10 +52,11 @@ class LostFinder(threading.Thread):
         if peers:
             self.start()
 
-    def stop(self) -> None:
-        """Stop the thread, after the pending request was answered or timed out."""
+    def stop(self) -> Member | None:
+        """Stop the thread. Return the agent that is silent, or whose answer to the pending request is late."""
         self._is_over.set()
-        self._has_answer.wait(HOST_SILENCE_S)
+        is_late = not self._has_answer.wait(PROBE_S)
+        return self.peer if is_late or self.lost == SILENT else None
 
 
 class PeerWatch(LostFinder):
@@ -109,9 +111,17 @@ class ReachSweep(LostFinder):
 def connected(peer: Member, *, within_s: float) -> Store:
     """Return a client of an agent's store; raises RuntimeError if no store listens at this address.
 
-    Raises TimeoutError if the store does not answer. torch itself would wait for ever for a stopped process.
+    Raises TimeoutError if the store does not answer. torch itself would wait for ever for a stopped process, and repeat
+    refused connections for five minutes.
     """
-    return within(within_s, lambda: TCPStore(peer.address, peer.port, is_master=False, wait_for_workers=False))
+    ends_s = time.monotonic() + within_s
+    call = call_torch(lambda: TCPStore(peer.address, peer.port, is_master=False, wait_for_workers=False))
+    while not wait([call], RETRY_S).done:
+        if why_unreachable(peer, timeout_s=RETRY_S) == GONE:
+            raise RuntimeError(GONE)
+        if time.monotonic() > ends_s:
+            raise TimeoutError(f"no answer within {within_s:g} s")
+    return call.result()
 
 
 def answers(peer: Member, *, within_s: float) -> bool:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from pipette_launch.agent import membership
 from pipette_launch.agent.membership import LEFT_OUT, PROBE_S, PROOF_S, Membership, Rejoin, out_of_reach
 from pipette_launch.agent.peers import GONE, SILENT, why_unreachable
 from pipette_launch.agent.store import AgentStore, RoundStore
+from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts.messages import Decision, Member, NodeRecord
 
@@ -150,6 +153,55 @@ def test_of_two_that_do_not_reach_each_other_one_is_left_out(cut_wires: Any) -> 
 
     assert {"node2": "out of reach from 127.0.0.1"} == told
     assert {} == agents.lost
+
+
+def test_hosts_that_fall_silent_together_are_waited_for_together(cut_wires: Any) -> None:
+    """The first silence calls the meeting; agents that found another silence report it when they come."""
+    agents = Agents(5)
+    agents.meet(*range(5))
+    cut_wires(agents.all[3]._own.port, agents.all[4]._own.port)
+    agents.all[1]._report_lost(agents.all[3]._own, SILENT)
+    found: Any = SimpleNamespace(stop=lambda: agents.all[4]._own)
+    agents.all[2]._finders = (found,)
+    began_s = time.monotonic()
+    agents.meet(0, 1, 2)
+
+    assert {"node3": SILENT, "node4": SILENT} == agents.lost
+    assert time.monotonic() - began_s < HOST_SILENCE_S / 2
+
+
+def test_the_smaller_part_of_a_cut_network_ends_together(cut_wires: Any) -> None:
+    """The first of them answers all. With one leader after the other, a thousand agents would need many minutes."""
+    agents = Agents(7)
+    agents.meet(*range(7))
+    cut_wires(*(agents.all[number]._own.port for number in range(4)))
+    for number in (4, 5, 6):
+        agents.all[number].leave_behind([f"token-node{other}" for other in range(4)], SILENT)
+    with ThreadPoolExecutor(3) as pool:
+        ends = [pool.submit(agents.come, number) for number in (4, 5, 6)]
+
+    assert ["this node reaches 3 of 7"] * 3 == [str(end.exception())[:24] for end in ends]
+
+
+def test_an_agent_that_is_cut_off_tries_several_agents_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, an agent would need an hour in a large job."""
+    agents = Agents(7)
+    agents.meet(*range(7))
+    last = agents.all[6]
+    began, together = Barrier(4), []
+
+    def silent(peer: Member, *, timeout_s: float) -> str:
+        if timeout_s == HOST_SILENCE_S and peer not in (agents.all[0]._own, agents.all[1]._own):
+            began.wait(20.0)
+            together.append(peer)
+        return SILENT
+
+    monkeypatch.setattr(membership, "why_unreachable", silent)
+    last._round_store.gone = SILENT  # type: ignore[union-attr]
+    with pytest.raises(ClusterError, match="reaches 1 of 7"):
+        agents.come(6)
+
+    assert {agents.all[number]._own for number in (2, 3, 4, 5)} == set(together)
 
 
 def test_whoever_finds_another_silent_says_so_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,6 +65,23 @@ def test_an_agent_that_ends_is_found_at_once(monkeypatch: pytest.MonkeyPatch) ->
         assert GONE == lost(watch, 5.0)
         process.wait()
         assert GONE == why_unreachable(member, timeout_s=1.0)
+
+
+def test_an_agent_that_ends_during_a_connection_is_found_at_once() -> None:
+    """The kernel closes a process's connections before its port, so a watch may connect to a dying agent."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+
+        def die() -> None:
+            taken = [server.accept()[0] for _ in range(2)]
+            server.close()
+            for connection in taken:
+                connection.close()
+
+        port = server.getsockname()[1]
+        pool.submit(die)
+        watch = PeerWatch([Member(token="t", address="127.0.0.1", port=port, node_rank=-1)])  # noqa: S106, a name
+
+        assert GONE == lost(watch, 4.0)
 
 
 def test_an_agent_that_is_stopped_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

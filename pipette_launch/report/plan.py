@@ -434,20 +434,18 @@ def ranked_table(plan: Plan, width: int, most: int) -> Iterator[Line]:
     rows: list[tuple[Line, ...]] = [tuple(text(head, "dim") for head in heads)]
     shown = [(str(place), one, difference(one.layout, first.layout)) for place, one in enumerate(plan.ranked[:most], 1)]
     # The line above the table has all words of the chosen layout.
-    shown[0] = (
-        "1",
-        first,
-        f"chosen: {' '.join(word for word in first.layout.words().split() if _name(word) in DEGREES)}",
-    )
+    shown[0] = ("1", first, " ".join(word for word in first.layout.words().split() if _name(word) in DEGREES))
     if not plan.own_fault and plan.own.layout not in {one.layout for _, one, _ in shown}:
         shown.append(("", Ranked.of(plan.own), plan.own.layout.words() + ("" if plan.own.fits else ", too large")))
     for place, one, words in shown:
         step, *others = figures(one, is_short=not is_wide)
         share = round(one.step_time_s / first.step_time_s - 1, 3)
         longer = [f"{share:+.1%}" if share else ""] if is_wide else []
-        is_own = one.layout == plan.own.layout and not plan.own_fault
+        role = "chosen: " if one is first else ""
+        if one.layout == plan.own.layout and not plan.own_fault:
+            role = "yours: "
         style = "green" if one.layout == plan.chosen.layout else "default"
-        cells = (place, step, *longer, *others, f"yours: {words}" if is_own else words)
+        cells = (place, step, *longer, *others, role + words)
         rows.append(tuple(text(cell, style) for cell in cells))
     yield grid("rr" + "r" * is_wide + "rrlw", rows)
     if len(plan.ranked) > most:

@@ -241,12 +241,13 @@ def test_what_changes_stands_beside_yours() -> None:
 
 
 def test_layers_stand_stage_by_stage() -> None:
-    """Of two pipeline ranks with two chunks each, in model order 3, 2, 3 and 0 layers."""
+    """A stage lists the layers of its chunks, and counts equal chunks if more than two follow each other."""
     found = drawn().plan
-    layout = replace(found.chosen.layout, layers_per_chunk=(3, 2, 3, 0))
-    table = what_changes(replace(found, chosen=replace(found.chosen, layout=layout)))
+    for layers, words in (((3, 2, 3, 0), "3+3 2+0"), ((2, 1, 1, 1, 1, 1, 1, 0), "2+3x1 3x1+0")):
+        layout = replace(found.chosen.layout, vpp=len(layers) // 2, layers_per_chunk=layers)
+        table = what_changes(replace(found, chosen=replace(found.chosen, layout=layout)))
 
-    assert "3+3 2+0" == {row[0]: row[-1] for row in table.rows}["layers on each stage"]
+        assert words == {row[0]: row[-1] for row in table.rows}["layers on each stage"]
 
 
 def test_an_outcome_is_written_into_the_page_of_its_plan() -> None:

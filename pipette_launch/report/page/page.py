@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -130,10 +130,9 @@ def what_changes(plan: Plan) -> Table:
 
 def _configuration(choice: Choice, plan: Plan) -> dict[str, object]:
     layout, recompute, setting = choice.layout, choice.layout.recompute, plan.setting
-    # Layers of each pipeline rank, with + between its model chunks; empty if all chunks have equally many layers.
-    layers = ["+".join(map(str, layout.layers_per_chunk[rank :: layout.pp])) for rank in range(layout.pp)]
-    away = [f"offload {recompute.offload_share:.0%}", *recompute.offload_modules] if recompute.offload_modules else []
-    again = " ".join(filter(None, (recompute.granularity, str(recompute.num_layers or ""), *recompute.modules, *away)))
+    layers = [_chunks(layout.layers_per_chunk[rank :: layout.pp]) for rank in range(layout.pp)]
+    away = [f"{recompute.offload_share:.0%} of", *recompute.offload_modules] if recompute.offload_modules else ["none"]
+    again = " ".join(filter(None, (recompute.granularity, str(recompute.num_layers or ""), *recompute.modules)))
     return {
         "tensor parallel (tp)": layout.tp,
         "pipeline parallel (pp)": layout.pp,
@@ -147,10 +146,17 @@ def _configuration(choice: Choice, plan: Plan) -> dict[str, object]:
         "micro-batches a step": layout.num_microbatches(setting.global_batch_size) if setting else "",
         **{words: "yes" if getattr(layout, name) else "no" for name, words in FLAG_WORDS.items()},
         "recompute": again,
+        "offloaded to the host": " ".join(away),
         "layers on each stage": " ".join(layers) if any(layers) else "",
         "step, predicted": seconds_text(choice.step_time_s),
         "fullest device": bytes_text(max(choice.memory_shown.need_bytes)),
     }
+
+
+def _chunks(layers: Sequence[int]) -> str:
+    """Return the layers of a pipeline rank's model chunks, such as `2+19x1`; empty if all chunks have equally many."""
+    runs = [(size, len([*run])) for size, run in itertools.groupby(layers)]
+    return "+".join(f"{count}x{size}" if count > 2 else "+".join([str(size)] * count) for size, count in runs)
 
 
 def alternatives(plan: Plan) -> dict[str, Any]:

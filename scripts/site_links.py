@@ -36,7 +36,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = posixpath.normpath(posixpath.join(posixpath.dirname(_in_repository(own)), match[1]))
         return posixpath.relpath(_in_site(target), posixpath.dirname(own) or ".")
 
-    return LINK.sub(inside, markdown)
+    # GitHub needs a backslash before a pipe in a cell of a table. The site's Markdown would show the backslash.
+    return LINK.sub(inside, markdown).replace("\\|", "|")
 
 
 def _in_repository(uri: str) -> str:

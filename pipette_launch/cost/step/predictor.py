@@ -100,22 +100,13 @@ class PlacementCost:
     def _exchange_s_PR(self, slot_KW: Ints) -> tuple[Floats, ...]:
         # A collective appears twice in `exchanges` if compute hides only one of its two uses, so cache its price.
         priced: dict[tuple[str, str, float], Floats] = {}
-        rings: dict[tuple[str, int], Routes] = {}
-        found = []
         for item in self.work.exchanges:
             key = (item.kind, item.group, item.size_bytes)
             if key not in priced:
-                ranks_GM: Ints = getattr(self.groups, item.group)
-                way = (item.group, self.fabric.ring_shift(item.kind))
-                if item.kind == "all_to_all":
-                    seconds = self.fabric.seconds_G(item.kind, _placed(slot_KW, ranks_GM), item.size_bytes)
-                else:
-                    if way not in rings:
-                        rings[way] = self.fabric.routes(item.kind, _placed(slot_KW, ranks_GM))
-                    seconds = self.fabric.routed_s_G(item.kind, ranks_GM.shape[1], rings[way], item.size_bytes)
-                priced[key] = self._lanes_PR(item.group, seconds.reshape(len(slot_KW), -1))
-            found.append(priced[key])
-        return tuple(found)
+                slots_GM = _placed(slot_KW, getattr(self.groups, item.group))
+                seconds_G = self.fabric.seconds_G(item.kind, slots_GM, item.size_bytes)
+                priced[key] = self._lanes_PR(item.group, seconds_G.reshape(len(slot_KW), -1))
+        return tuple(priced[item.kind, item.group, item.size_bytes] for item in self.work.exchanges)
 
     def _lanes_PR(self, group: str, seconds_KG: Floats) -> Floats:
         """Return the seconds of the slowest group on each pipeline rank of each replica, for which all ranks wait."""

@@ -155,7 +155,7 @@ def _orthogonal_s_per_parameter(device: DeviceSpec, job: Job) -> float:
         return 0.0
     matrices, options = layer_matrices(job), performance_options(job)
     steps, mode = options.muon_num_ns_steps, options.muon_tp_mode
-    products, exchanged_s = [], 0.0
+    products, exchanged_s, link = [], 0.0, device.within_host
     for one in matrices:
         short, long, others = one.short, one.long, one.ranks - 1
         if others and mode != "blockwise":
@@ -165,16 +165,12 @@ def _orthogonal_s_per_parameter(device: DeviceSpec, job: Job) -> float:
             short, long = sorted((short, long * one.ranks)) if is_gathered else (short, long)
             rounds = others if is_gathered else 2 * others * steps
             each_bytes = FP32_BYTES * size if is_gathered else 2 * one.kept**2 / one.ranks
-            exchanged_s += one.number * rounds * _neighbour_s(device, each_bytes)
+            exchanged_s += one.number * rounds * (link.latency_s + each_bytes / link.fair_bytes_per_s)
         sides = ((short, long), (short, short), (long, short))
         products += [Product(m=short, n=n, k=k, count=one.number * steps) for n, k in sides]
     computed_s = device_s(device, Precision("bf16"), Load(products=tuple(products)))
     launched_s = _TORCH_OPERATION_S * sum(one.number for one in matrices) * (_UPDATE_OPERATIONS + 3 * steps)
     return (max(computed_s, launched_s) + exchanged_s) / sum(one.number * one.short * one.long for one in matrices)
-
-
-def _neighbour_s(device: DeviceSpec, size_bytes: float) -> float:
-    return device.within_host.latency_s + size_bytes / device.within_host.fair_bytes_per_s
 
 
 def gradient_s_per_byte(device: DeviceSpec) -> float:

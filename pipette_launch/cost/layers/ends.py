@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from pipette_launch.cost.layers.block import FP32_BYTES, MASK_BYTES, Sizes
 from pipette_launch.cost.layers.passes import Exchange, Load, PassLoads, matrix
 from pipette_launch.facts.job import Job
@@ -94,12 +92,6 @@ def deferred_bytes(job: Job, layout: Layout) -> int:
         return 0
     sizes = Sizes(job.model, layout)
     return sizes.residual_bytes + job.model.dtype_bytes * sizes.tokens * _vocabulary(job.model, layout)
-
-
-def deferred_microbatches(job: Job, num_microbatches: Ints) -> Ints:
-    """Count the micro-batches whose weight gradient of the head is deferred; `--wgrad-deferral-limit` 0 defers all."""
-    limit = performance_options(job).wgrad_deferral_limit
-    return np.minimum(num_microbatches, limit) if limit else num_microbatches
 
 
 def embedding_loads(job: Job, layout: Layout) -> PassLoads:

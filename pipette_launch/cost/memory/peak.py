@@ -195,7 +195,9 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
     # Without virtual stages the last stage runs each micro-batch's backward directly after its forward, so no other
     # forward runs between two backwards.
     waiting = np.maximum(layer["backward"], layer["forward"])
-    deferred = layer["deferred"] * ends.deferred_microbatches(job, stages.microbatches_N)
+    # `--wgrad-deferral-limit` 0 defers the head's weight gradients of all micro-batches.
+    limit = performance_options(job).wgrad_deferral_limit or job.batch.global_batch_size
+    deferred = layer["deferred"] * np.minimum(stages.microbatches_N, limit)
     weights, gradients, optimizer, optimizer_step = _states(job, layouts, stages)
     chunks, mask, has_pipeline = _chunk_bytes(job, layouts, layer), layer["mask"], layouts.pp > 1
     all_chunks_load = job.release < _ENDS_LOAD

@@ -295,7 +295,6 @@ class LayoutColumns:
         )
 
     def __len__(self) -> int:
-        """Return the number of layouts."""
         return len(self.tp)
 
     def layout(self, row: int) -> Layout:

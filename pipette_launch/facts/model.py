@@ -105,11 +105,6 @@ class HybridLayers:
         """Return the number of weights in the input and output projections of one Mamba layer."""
         return hidden_size * (self.mamba_projected + self.mamba_channels)
 
-    @property
-    def mamba_scan_flops_per_token(self) -> float:
-        """FLOPs of one layer's scan for one token, by Megatron-LM's formula (mamba_layer_flops of core_v0.17)."""
-        return 7.0 * self.mamba_channels * self.mamba_state_dim
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatedDelta:
@@ -429,7 +424,8 @@ class ModelSpec:
         hidden = self.hidden_size
         if block == "mamba":
             assert self.hybrid is not None
-            return 2.0 * self.hybrid.mamba_matrices(hidden) + self.hybrid.mamba_scan_flops_per_token
+            scan = 7.0 * self.hybrid.mamba_channels * self.hybrid.mamba_state_dim
+            return 2.0 * self.hybrid.mamba_matrices(hidden) + scan
         if block == "delta":
             assert self.linear_attention is not None
             return self.linear_attention.flops_per_token(hidden)

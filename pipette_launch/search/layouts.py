@@ -247,7 +247,6 @@ class BaseLayouts:
     """Number of all legal layouts: all variants of all base layouts."""
 
     def __len__(self) -> int:
-        """Return the number of base layouts."""
         return len(self.columns)
 
     def variants(self, rows: Ints) -> tuple[Ints, LayoutColumns]:

@@ -186,7 +186,6 @@ class Places:
         return cls(model=model, links=cluster.within_host[0], devices=1, names=names)
 
     def __len__(self) -> int:
-        """Return the number of places."""
         return len(self.names)
 
     @cached_property

@@ -74,11 +74,6 @@ class FlagView:
         return next((name for name in ("squared_relu", "quick_geglu", "swiglu") if getattr(self, name)), "gelu")
 
     @property
-    def checks_nan(self) -> bool:
-        """True if Megatron checks losses and gradients for NaN. The dynamic loss scale of fp16 replaces this check."""
-        return bool(self.check_for_nan_in_loss_and_grad) and not (self.fp16 and not self.loss_scale)
-
-    @property
     def decay_steps(self) -> int:
         """Steps or samples until the learning rate is lowest. 0 if no flag sets the length of the training."""
         if self.train_iters:
@@ -540,7 +535,9 @@ def _graph_flags(f: FlagView) -> Iterator[Fault]:
         yield "cuda_graph_scope", "full excludes other scopes"
     if f.cuda_graph_scope_deprecated is not None and f.cuda_graph_modules:
         yield SCOPE, "old and new flags of the scope exclude each other"
-    if f.checks_nan and (f.graphs == ITERATION or (f.graphs == LOCAL and ITERATION in f.graphed)):
+    # The dynamic loss scale of fp16 replaces Megatron's check of losses and gradients for NaN.
+    checks_nan = f.check_for_nan_in_loss_and_grad and not (f.fp16 and not f.loss_scale)
+    if checks_nan and (f.graphs == ITERATION or (f.graphs == LOCAL and ITERATION in f.graphed)):
         reason = "a graph of the whole iteration needs --no-check-for-nan-in-loss-and-grad"
         yield "cuda_graph_impl cuda_graph_scope", reason
     if f.graphs == ENGINE and ITERATION in f.graphed:

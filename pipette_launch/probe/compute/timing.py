@@ -207,11 +207,9 @@ class GptSamples(Dataset[dict[str, torch.Tensor]]):
     has_mask: bool
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Make one sample."""
         length = self.seq_length
         text = torch.arange(index, index + length + 1)
         mask = {"attention_mask": torch.tril(torch.ones((1, length, length))) < 0.5} if self.has_mask else {}

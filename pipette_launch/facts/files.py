@@ -24,6 +24,7 @@ import types
 import typing
 import uuid
 import zlib
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -125,20 +126,25 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
     `kind` is a dataclass, `int`, `float`, `str`, `bool`, `X | None`, `tuple[X, ...]`, `dict[str, X]`, a Literal, or
     `NDArray[np.float64]`, which is a square matrix as a list of rows, or as a packed text.
     """
-    is_fact, origin, inner = _form(kind)
-    if is_fact:
-        return _fact(kind, value, where)
+    return _reader(kind)(value, where)
+
+
+@functools.cache
+def _reader(kind: Any) -> Callable[[Any, str], Any]:
+    """Return the function of `value` and `where` that builds an object of type `kind`."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return functools.partial(_fact, kind)
     if origin in (typing.Union, types.UnionType):
-        return None if value is None else from_plain(inner[0], value, where)
+        return lambda value, where: None if value is None else _reader(inner[0])(value, where)
     if origin is tuple:
-        return _items(inner[0], value, where)
+        return functools.partial(_items, inner[0])
     if origin is dict:
-        items = _checked(dict, value, where)
-        return {key: from_plain(inner[1], item, f"{where}: {key}") for key, item in items.items()}
+        return functools.partial(_dict, inner[1])
     # The origin of an NDArray type is np.ndarray before numpy 2.5, and NDArray itself from 2.5 on.
     if origin in (np.ndarray, NDArray):
-        return _matrix(value, where)
-    return _scalar(kind, value, where)
+        return _matrix
+    return functools.partial(_literal, inner) if origin is typing.Literal else functools.partial(_scalar, kind)
 
 
 def parse(text: str | bytes, source: str) -> Any:
@@ -264,24 +270,28 @@ def _checked(kind: type, value: Any, where: str) -> Any:
 
 
 def _items(kind: Any, value: Any, where: str) -> tuple[Any, ...]:
-    items = _checked(list, value, where)
+    items, read = _checked(list, value, where), _reader(kind)
     # Check many numbers as a whole, which is fast. Check single items only in a bad list, to name the bad item.
     limit = _LIMITS.get(kind)
     if limit and set(map(type, items)) == {kind} and all(-limit < item < limit for item in items):
         return tuple(items)
-    return tuple(from_plain(kind, item, f"{where}[{index}]") for index, item in enumerate(items))
+    return tuple(read(item, f"{where}[{index}]") for index, item in enumerate(items))
+
+
+def _dict(kind: Any, value: Any, where: str) -> dict[str, Any]:
+    read = _reader(kind)
+    return {key: read(item, f"{where}: {key}") for key, item in _checked(dict, value, where).items()}
 
 
 def _fact(kind: Any, value: Any, where: str) -> Any:
-    hints, required = _fields(kind)
-    removed: frozenset[str] = getattr(kind, "REMOVED", frozenset())
-    unknown = sorted(_checked(dict, value, where).keys() - hints.keys() - removed)
-    if unknown:
-        raise FileFormatError(f"{where}: unknown field {unknown[0]!r}")
-    missing = sorted(required - value.keys())
-    if missing:
-        raise FileFormatError(f"{where}: field {missing[0]!r} is missing")
-    fields = {name: from_plain(hint, value[name], f"{where}: {name}") for name, hint in hints.items() if name in value}
+    readers, required = _fields(kind)
+    if not required <= _checked(dict, value, where).keys() <= readers.keys():
+        removed: frozenset[str] = getattr(kind, "REMOVED", frozenset())
+        for name in sorted(value.keys() - readers.keys() - removed):
+            raise FileFormatError(f"{where}: unknown field {name!r}")
+        for name in sorted(required - value.keys()):
+            raise FileFormatError(f"{where}: field {name!r} is missing")
+    fields = {name: read(value[name], f"{where}: {name}") for name, read in readers.items() if name in value}
     try:
         return kind(**fields)
     except FactError as error:
@@ -289,17 +299,12 @@ def _fact(kind: Any, value: Any, where: str) -> Any:
 
 
 @functools.cache
-def _form(kind: Any) -> tuple[bool, Any, tuple[Any, ...]]:
-    """Return whether a type is a dataclass, and the origin and the arguments of a generic type."""
-    return dataclasses.is_dataclass(kind), typing.get_origin(kind), typing.get_args(kind)
-
-
-@functools.cache
-def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
+def _fields(kind: Any) -> tuple[dict[str, Callable[[Any, str], Any]], frozenset[str]]:
+    """Return the reader of each field, and the names of the fields that a file must have."""
     hints = typing.get_type_hints(kind)
     fields = dataclasses.fields(kind)
     required = frozenset(field.name for field in fields if not field.metadata.get("added_later"))
-    return {field.name: hints[field.name] for field in fields}, required
+    return {field.name: _reader(hints[field.name]) for field in fields}, required
 
 
 def _matrix(value: Any, where: str) -> NDArray[np.float64]:
@@ -327,11 +332,13 @@ def _unpacked_matrix(data: bytes, where: str) -> NDArray[np.float64]:
     return matrix
 
 
+def _literal(known: tuple[Any, ...], value: Any, where: str) -> Any:
+    if any(type(value) is type(one) and value == one for one in known):
+        return value
+    raise FileFormatError(f"{where}: {_shown(value)} is not one of {', '.join(map(repr, known))}")
+
+
 def _scalar(kind: Any, value: Any, where: str) -> Any:
-    if typing.get_origin(kind) is typing.Literal:
-        if (type(value), value) in [(type(known), known) for known in typing.get_args(kind)]:
-            return value
-        raise FileFormatError(f"{where}: {_shown(value)} is not one of {', '.join(map(repr, typing.get_args(kind)))}")
     if kind is float and type(value) is int and abs(value) < MOST_INTEGER:
         return float(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):

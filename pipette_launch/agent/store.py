@@ -21,7 +21,7 @@ from pipette_launch.facts import files
 from pipette_launch.facts.messages import Decision
 
 FIRST_POLL_S, LAST_POLL_S = 0.02, 0.2
-"""First and longest pause (s) between two polls. Pauses grow, so that hundreds of nodes do not overload a store."""
+"""First and longest pause (s) between two polls. In a large job, the longest pause grows with the number of nodes."""
 LONG_BYTES = 1 << 12
 """Texts with more bytes are compressed, because the agent with the store sends the same plan to every node."""
 MOST_BYTES = 4 << 20
@@ -29,7 +29,7 @@ MOST_BYTES = 4 << 20
 PACKED = b"\0"
 """First byte of a compressed text. The number of further pieces follows."""
 LOOKS_PER_S = 5000.0
-"""Largest number of times a second that all nodes together look for one key of a round."""
+"""Largest number of times a second that all nodes together look for one key."""
 BROKEN = "the connection to its store broke"
 
 Answer = TypeVar("Answer")
@@ -46,12 +46,12 @@ class StoreGone(RoundOver):
     """The agent that holds the store is gone, or does not answer."""
 
 
-def growing_pauses() -> Iterator[float]:
-    """Yield the seconds to wait between two polls of a store."""
+def growing_pauses(num_nodes: int = 1) -> Iterator[float]:
+    """Yield the seconds to wait between two polls of a store that `num_nodes` nodes poll."""
     pause_s = FIRST_POLL_S
     while True:
         yield pause_s
-        pause_s = min(1.5 * pause_s, LAST_POLL_S)
+        pause_s = min(1.5 * pause_s, max(LAST_POLL_S, num_nodes / LOOKS_PER_S))
 
 
 def call_torch(do: Callable[[], Answer]) -> Future[Answer]:
@@ -79,11 +79,15 @@ def within(seconds: float, do: Callable[[], Answer]) -> Answer:
 class AgentStore:
     """Reads and writes keys with one prefix in an agent's store; raises StoreGone if the store does not answer."""
 
-    def __init__(self, store: Store, prefix: str, *, is_own: bool) -> None:
-        """Use a store; `is_own` is true if this process holds the store, so that the store always answers."""
+    def __init__(self, store: Store, prefix: str, *, is_own: bool, num_nodes: int = 1) -> None:
+        """Use a store; `is_own` is true if this process holds the store, so that the store always answers.
+
+        `num_nodes` is the number of nodes that wait for the same keys.
+        """
         self._store = store
         self._prefix = prefix
         self._is_own = is_own
+        self._num_nodes = num_nodes
         self.gone = ""
         """Reason why the agent that holds the store is believed gone; empty while the store answers."""
 
@@ -154,7 +158,7 @@ class AgentStore:
         Raises ClusterError if the text was not published in time. Raises RoundOver if an agent called a meeting.
         """
         end = time.monotonic() + deadline_s
-        pauses_s = growing_pauses()
+        pauses_s = growing_pauses(self._num_nodes)
         while not self.has(key):
             self.check_goes_on()
             if time.monotonic() > end:
@@ -188,7 +192,7 @@ class RoundStore(AgentStore):
 
         `group_rank` is the agent's index in the round. `find_lost` returns which agent is gone and why, or "".
         """
-        super().__init__(store, f"pipette/{generation}", is_own=is_coordinator)
+        super().__init__(store, f"pipette/{generation}", is_own=is_coordinator, num_nodes=group_size)
         self.generation = generation
         self.group_rank = group_rank
         self.group_size = group_size

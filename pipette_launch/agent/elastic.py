@@ -130,6 +130,7 @@ class PipetteAgent(LocalElasticAgent):
             except Rejoin as rejoin:
                 if str(rejoin) == LEFT_OUT:  # The other nodes went on, so this agent's last decision is outdated.
                     self._decision, self._attempt = None, Attempt()
+        self._handler.renew(self._membership.renewed_ranks())
         self._apply(worker_group)
 
     def _meet(self) -> tuple[Decision, RoundStore]:

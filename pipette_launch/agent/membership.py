@@ -26,6 +26,8 @@ LEFT_OUT = "left out"
 
 MOST_AT_ONCE = 256
 """Most agents that an agent tries to reach at the same time."""
+RENEWERS = 4
+"""Number of agents that renew all agents in torch's list of nodes. If one of them is lost, the next meeting is soon."""
 
 Decide: TypeAlias = "Callable[[Sequence[NodeRecord], Decision | None, Mapping[str, str]], Decision]"
 
@@ -45,6 +47,8 @@ class Membership:
         self._desk = AgentStore(self._server, "pipette", is_own=True)
         """Store where other agents announce their arrival while this agent leads the meeting."""
         self._members: tuple[Member, ...] = ()
+        self._torch_ranks: dict[str, int] = {}
+        """Rank of each agent in torch's rendezvous, by token."""
         self._lost: dict[str, str] = {}
         """Reasons why members are believed lost, by token. The next meeting does not wait for lost members."""
         self._surely_gone: set[str] = set()
@@ -64,7 +68,7 @@ class Membership:
         """Exchange addresses with the agents of torch's rendezvous, through its store."""
         # An old list of members would make other agents believe that this agent was left out.
         self._desk.drop("round")
-        met = AgentStore(store, "pipette", is_own=True)
+        met = AgentStore(store, "pipette", is_own=True, num_nodes=group_size)
         met.put(f"member/{group_rank}", files.dumps(self._own))
         if group_rank == 0:
             texts = [
@@ -72,12 +76,13 @@ class Membership:
                 for rank in range(group_size)
             ]
             found = [files.loads(Member, text, f"address of node {rank}") for rank, text in enumerate(texts)]
-            if min(member.node_rank for member in found) >= 0:
-                # A static rendezvous promises the order of --node-rank, but torch's group ranks follow the addresses.
-                found.sort(key=lambda member: member.node_rank)
             met.put("members", files.dumps(Members(generation="", members=tuple(found))))
         text = met.take("members", what="the list of nodes", deadline_s=PEER_WAIT_S)
         self._members = files.loads(Members, text, "list of nodes").members
+        self._torch_ranks = {member.token: rank for rank, member in enumerate(self._members)}
+        if min(member.node_rank for member in self._members) >= 0:
+            # A static rendezvous promises the order of --node-rank, but torch's group ranks follow the addresses.
+            self._members = tuple(sorted(self._members, key=lambda member: member.node_rank))
         self._lost, self._surely_gone = {}, set()
         self._leader, self._leader_store = None, None
 
@@ -85,6 +90,11 @@ class Membership:
     def has_joined(self) -> bool:
         """True if the agents meet without torch's rendezvous."""
         return bool(self._members)
+
+    def renewed_ranks(self) -> frozenset[int]:
+        """Return the torch ranks that this agent renews: those of all agents for a few agents, else none."""
+        renews = self._own in self._members[:RENEWERS]
+        return frozenset(self._torch_ranks[member.token] for member in self._members if renews)
 
     def leave_behind(self, tokens: Sequence[str], why: str) -> None:
         """Mark agents as lost, so that the next meeting does not wait for these agents."""
@@ -184,7 +194,7 @@ class Membership:
         """Wait for the leader's answer: the name of the new round, `REJOIN` or `LEFT_OUT`."""
         # The first agent waits PEER_WAIT_S for other agents, and may then search for a plan.
         ends_s = time.monotonic() + 2 * PEER_WAIT_S
-        pauses_s = growing_pauses()
+        pauses_s = growing_pauses(len(self._members))
         key = f"answer/{self._own.token}/{self._num_meetings}"
         last = self._round_store and self._round_store.generation
         while (answer := desk.peek(key)) is None:

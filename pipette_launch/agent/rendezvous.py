@@ -29,6 +29,8 @@ STATIC_JOIN_S, STATIC_READ_S = 900, 300
 """Seconds for which torch's static rendezvous waits for the nodes and the store, and for each answer of the store."""
 C10D_JOIN_S, C10D_READ_S = 600, 60
 """Default seconds that torch's c10d rendezvous waits for the nodes, and for its store."""
+KEEP_ALIVE_S, CROWD = 5, 20_000
+"""torch's default seconds between two renewals of a node, and squared number of nodes for which these grow by 1 s."""
 ADDRESS, ENDPOINT = "--master-addr", "--rdzv-endpoint"
 
 
@@ -224,6 +226,9 @@ def settle(args: Namespace, *, advice: str = "") -> RendezvousSettings:
     else:
         endpoint = f"{at.host}:{at.port}" if args.standalone or not args.rdzv_endpoint else str(args.rdzv_endpoint)
     least, most = parse_min_max_nnodes(args.nnodes)
+    if args.rdzv_backend == "c10d" and most**2 // CROWD > KEEP_ALIVE_S:
+        # Until all nodes have come, each node rewrites the list of all nodes at every interval.
+        _set(args, keep_alive_interval=most**2 // CROWD)
     return RendezvousSettings(
         endpoint=endpoint,
         node_rank=node_rank,

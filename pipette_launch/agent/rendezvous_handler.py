@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import math
 import os
 import pwd
+import random
 import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, api
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _Action
 
 from pipette_launch.agent.peers import answers
 from pipette_launch.agent.rendezvous import ADDRESS, Endpoint, RendezvousSettings
@@ -34,6 +38,10 @@ SAY_AFTER_S = 10.0
 """Seconds until a node prints that it waits for the host of the rendezvous."""
 FOREIGN_S = 30.0
 """Seconds between two attempts while another program holds the port: each attempt leaves a thread of torch behind."""
+NODES_PER_S = 512
+"""Number of nodes for which the pause between two looks at torch's list of nodes grows by one second."""
+RACE_S = 20e-6
+"""Seconds to read, change and write torch's list, for each node in the list."""
 PAUSE_S = 1.0
 NO_STORE = "what listens there does not answer as a rendezvous of torch"
 LISTENS = "0A"
@@ -283,6 +291,28 @@ class Waiting:
         return f"pipette/{self._settings.run_id}/node-rank/{node_rank}"
 
 
+def _take_turns(inner: Any, num_nodes: int) -> None:
+    """Let a node that lost the race to write torch's list of nodes pause, and read the list less often in a large job.
+
+    If all nodes come at once and each tries again at once, N nodes write N * N / 2 lists of up to N nodes.
+    """
+    holder = inner._state_holder  # noqa: SLF001
+    backend = holder._backend  # noqa: SLF001
+    write = backend.set_state
+    holder._cache_duration = max(1, num_nodes // NODES_PER_S)  # noqa: SLF001
+
+    def write_or_pause(state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        written: tuple[bytes, Any, bool] | None = write(state, token)
+        if written is None or written[2]:
+            return written
+        num_missing = num_nodes - len(holder.state.participants)
+        time.sleep(random.uniform(0, max(num_missing, 1) * num_nodes * RACE_S))
+        found = backend.get_state()
+        return found and (*found, False)
+
+    backend.set_state = write_or_pause
+
+
 class AgentStoreHandler(RendezvousHandler):
     """Forwards calls of torch's loop to torch's own handler, except calls that Pipette's agents answer."""
 
@@ -294,6 +324,8 @@ class AgentStoreHandler(RendezvousHandler):
         self._is_round_over = is_round_over
         self._host = settings.store_elsewhere() if inner.get_backend() == "c10d" else None
         self._waiting = Waiting(inner, settings)
+        if isinstance(inner, DynamicRendezvousHandler):
+            _take_turns(inner, settings.most_nodes)
 
     @property
     def use_agent_store(self) -> bool:
@@ -331,6 +363,8 @@ class AgentStoreHandler(RendezvousHandler):
     def _met(self, began_s: float) -> RendezvousInfo:
         def join() -> RendezvousInfo:
             self._waiting.announce()
+            # Until the agents meet, each node renews itself.
+            vars(self._inner).pop("_keep_alive", None)
             return self._inner.next_rendezvous()
 
         call = call_torch(join)
@@ -350,6 +384,35 @@ class AgentStoreHandler(RendezvousHandler):
         met = call.result()
         self._waiting.is_spare = False
         return met
+
+    def renew(self, ranks: Collection[int]) -> None:
+        """Renew the nodes with these torch ranks in torch's list from now on. torch drops nodes that no agent renews.
+
+        Under torch alone each node renews itself. As each renewal writes the whole list, 128 nodes send 5 MB/s.
+        """
+        if isinstance(self._inner, DynamicRendezvousHandler):
+            self._asked(lambda: self._renew_from_now_on(ranks), otherwise=None)
+
+    def _renew_from_now_on(self, ranks: Collection[int]) -> None:
+        inner: Any = self._inner
+        inner._stop_heartbeats()  # noqa: SLF001
+
+        def renewing(context: Any, _deadline: float) -> Any:
+            state, now = context.state, datetime.now(timezone.utc)
+            beats = {node: state.last_heartbeats[node] for node, rank in state.participants.items() if rank in ranks}
+            is_due = min(beats.values(), default=now) <= now - context.settings.keep_alive_interval
+            if not (is_due and state.complete and context.node in beats):
+                return _Action.FINISH
+            state.last_heartbeats.update(dict.fromkeys(beats, now))
+            return _Action.KEEP_ALIVE
+
+        def renew() -> None:
+            with suppress(api.RendezvousError), inner._heartbeat_lock:  # noqa: SLF001
+                inner._op_executor.run(renewing, math.inf)  # noqa: SLF001
+
+        if ranks:
+            inner._keep_alive = renew  # noqa: SLF001
+            inner._start_heartbeats()  # noqa: SLF001
 
     def is_closed(self) -> bool:
         """Return True if the rendezvous is closed."""

@@ -127,6 +127,19 @@ def test_all_go_by_the_decision_of_the_first() -> None:
     assert 3 == len(decisions[0].tokens)
 
 
+def test_a_few_agents_renew_all_that_take_part() -> None:
+    """The first four renew torch's ranks of all agents of the round; a lost agent is renewed no more."""
+    agents = Agents(6)
+    agents.meet(*range(6))
+    assert [frozenset(range(6))] * 4 + [frozenset()] * 2 == [one.renewed_ranks() for one in agents.all]
+
+    for one in agents.all[1:]:
+        one.leave_behind([agents.records[0].token], GONE)
+        one._surely_gone.add(agents.records[0].token)
+    agents.meet(*range(1, 6))
+    assert [frozenset(range(1, 6))] * 4 + [frozenset()] == [one.renewed_ranks() for one in agents.all[1:]]
+
+
 def test_when_the_first_is_gone_the_next_one_decides() -> None:
     """The others still know what they went by."""
     agents = Agents(3)

@@ -8,19 +8,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import psutil
 import pytest
 from torch.distributed import DistStoreError, HashStore, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousGracefulExitError,
     RendezvousTimeoutError,
 )
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from pipette_launch.agent import rendezvous_handler
 from pipette_launch.agent.rendezvous import ADDRESS, ENDPOINT, Endpoint, RendezvousSettings
@@ -596,3 +601,50 @@ def test_a_store_that_is_gone_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> 
         handler.next_rendezvous()
 
     assert time.monotonic() - began_s < 1
+
+
+def test_one_agent_renews_the_nodes_of_a_round() -> None:
+    """Of four nodes of torch's rendezvous the first renews three. torch keeps the three and drops the fourth."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    given = {"keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
+    handlers = []
+    for _ in range(4):
+        client = TCPStore("localhost", store.port, is_master=False, wait_for_workers=False)
+        torchs = create_handler(
+            client,
+            C10dRendezvousBackend(client, "job"),
+            RendezvousParameters("c10d", "localhost", "job", 4, 4, local_addr="127.0.0.1", **given),
+        )
+        handlers.append(AgentStoreHandler(torchs, client_of(store.port), is_round_over=lambda: False))
+    with ThreadPoolExecutor(4) as pool:
+        met = list(pool.map(lambda one: one.next_rendezvous(), handlers))
+    by_rank = [handlers[[one.rank for one in met].index(rank)] for rank in range(4)]
+    for rank, handler in enumerate(by_rank):
+        handler.renew({0, 1, 2} if rank == 0 else ())
+    renewed = Mock(wraps=by_rank[1]._inner._state_holder._backend.set_state)
+    by_rank[1]._inner._state_holder._backend.set_state = renewed
+
+    time.sleep(4.5)
+    by_rank[1]._inner._state_holder.sync()
+    state = by_rank[1]._inner._state_holder.state
+
+    assert [0, 1, 2] == sorted(state.participants.values())
+    assert not renewed.called
+    for handler in by_rank:
+        handler.renew(())
+
+
+def test_a_node_that_lost_the_race_pauses_and_reads_the_list_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that was first costs no pause; otherwise the pause grows with the missing nodes and the list."""
+    pauses = Mock(return_value=0.0)
+    monkeypatch.setattr(rendezvous_handler.random, "uniform", pauses)
+    backend = SimpleNamespace(get_state=lambda: (b"newest", "token"), set_state=lambda *_: answers.pop(0))
+    holder = SimpleNamespace(_backend=backend, state=SimpleNamespace(participants=range(40)))
+    answers: list[Any] = [(b"own", "mine", True), (b"other", "theirs", False)]
+    rendezvous_handler._take_turns(SimpleNamespace(_state_holder=holder), 1024)
+
+    assert (b"own", "mine", True) == backend.set_state(b"own", "old")
+    assert not pauses.called
+    assert (b"newest", "token", False) == backend.set_state(b"own", "old")
+    pauses.assert_called_once_with(0, (1024 - 40) * 1024 * rendezvous_handler.RACE_S)
+    assert 2 == holder._cache_duration

@@ -99,6 +99,6 @@ FIRST_ITERATION_S = Deadline(
 )
 HUNG_S = Deadline(120.0, "the next iteration of a trial, or 20 predicted steps", "the trial counts as failed")
 TRIAL_REPORT_S = Deadline(75.0, "another launcher to end the workers of a trial", "its host is left out")
-NEXT_S = Deadline(120.0, "the first launcher's decision after a trial", "the launchers meet again")
+NEXT_S = Deadline(120.0, "the first launcher's decision after a trial", "the launcher ends")
 PASS_S = Deadline(120.0, "one pass of a schedule that Megatron lacks", "the worker ends with the pass's name")
 ABSTRACT_S = Deadline(300.0, "abstract execution on a CPU", "the command ends with an error")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import multiprocessing
 import os
 import platform
@@ -20,7 +21,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,13 +60,16 @@ LOST_PART = 16
 """One of so many agents is lost at once."""
 LOOK_S, WATCH_S = 0.1, 5.0
 """Seconds between two looks of an agent (torch's --monitor-interval), and seconds of each watched phase."""
-PHASES = ("join", "meet", "watch warm-up", "end warm-up", "plan", "start", "watch training", "lose", "end")
+WATCHED = ("watch warm-up", "watch training")
+PHASES = ("join", "meet", "watch warm-up", "end warm-up", "plan", "start", "files", "watch training", "lose", "end")
 CACHED = ("join", "meet", "watch training", "lose", "end")
 """Phases of a job whose plan comes from the cache."""
 STARTS = ("join", "meet", "end warm-up", "plan", "start")
 """Phases from torch's rendezvous to the start of the training, beside measuring."""
+STARTED = ("cold", "cached")
 GROWS = ("first_s", "last_s", "cpu_s", "messages", "bytes")
 RESULTS = Path(__file__).parent / "results"
+LOG = Path(tempfile.gettempdir()) / "bench_scale.jsonl"
 
 
 # -- the job ------------------------------------------------------------------------------------------------------
@@ -173,21 +177,23 @@ def play_within_one_process(counts: Counter[str]) -> None:
     swap.update(TCPStore=lambda *_, **__: shared, PeerWatch=NoFinder, ReachSweep=NoFinder)
     swap["connected"] = lambda peer, within_s: Counted(peers.connected(peer, within_s=within_s), counts)
     agent_store.within = peers.within = lambda _seconds, do: do()
-    known: dict[Any, Any] = {}
-    loads, get, few = files.loads, agent_store.AgentStore._get, threading.Semaphore(4)
+    alone = threading.Lock()
 
-    def shared_get(self: Any, key: str) -> str:
-        with few:
-            text = get(self, key)
-            return known.setdefault(text, text)
+    def once(do: Callable[..., Any]) -> Callable[..., Any]:
+        known: dict[Any, Any] = {}
 
-    def shared_loads(kind: Any, text: str, source: str) -> Any:
-        with few:
-            if (kind, text) not in known:
-                known[kind, text] = loads(kind, text, source)
-        return known[kind, text]
+        def call(*args: Any) -> Any:
+            # The last argument is the name of the message in errors.
+            with alone:
+                if args[:-1] not in known:
+                    known[args[:-1]] = do(*args)
+            return known[args[:-1]]
 
-    agent_store.AgentStore._get, files.loads = shared_get, shared_loads
+        return call
+
+    files.loads, files.inflate = once(files.loads), once(files.inflate)
+    text_of = once(lambda data, key: agent_text(key, data))
+    agent_text, agent_store._text = agent_store._text, lambda key, data: text_of(data, key)
 
 
 @dataclass
@@ -199,6 +205,7 @@ class Agent:
     coordinator: Coordinator | None = None
     measured_path: Path = Path("/nowhere")
     warmup_deadline_s: float = 600.0
+    unwritten: list[Callable[[], None]] = field(default_factory=list)
 
     def join(self, store: Any) -> None:
         """Exchange addresses with all agents."""
@@ -227,14 +234,14 @@ class Agent:
         self.decision.ranks_of(self.record.token)
         self.round.take(f"store/{self.decision.key}", what="the store of RANK 0", deadline_s=PEER_WAIT_S)
 
-    def watch_warmup(self) -> None:
+    def look_at_warmup(self) -> bool:
         """Look for the end of the warm-up."""
-        looks(lambda: self.warmup._is_over({0: self.process}))  # type: ignore[dict-item]
+        return self.warmup._is_over({0: self.process})  # type: ignore[dict-item]
 
     def end_warmup(self) -> None:
         """End the worker, and wait for all nodes."""
         self.process.code = 0
-        while not self.warmup._is_over({0: self.process}):  # type: ignore[dict-item]
+        while not self.look_at_warmup():
             time.sleep(LOOK_S)
 
     def plan(self) -> None:
@@ -267,20 +274,27 @@ class Agent:
             await_all(self.round, "train", num_nodes=len(self.decision.tokens))
             say_goodbye(self.round, holds_store=self.coordinator is not None)
 
+    def write_files(self) -> None:
+        """Write the files that follow a decision. The product writes them in a thread beside the training."""
+        while self.unwritten:
+            self.unwritten.pop(0)()
 
-def looks(look: Callable[[], bool]) -> None:
-    """Look every LOOK_S for WATCH_S."""
+
+def watch(looks: Sequence[Callable[[], bool]]) -> None:
+    """Look every LOOK_S for WATCH_S; one thread looks for all agents of a process."""
     ends_s = time.monotonic() + WATCH_S
     while time.monotonic() < ends_s:
-        look()
-        time.sleep(LOOK_S)
+        next_s = time.monotonic() + LOOK_S
+        for look in looks:
+            look()
+        time.sleep(max(0.0, next_s - time.monotonic()))
 
 
 def steps(agent: Agent, store: Any) -> dict[str, Callable[[], Any]]:
     """Return the phases of an agent by name."""
     all_steps = (
-        lambda: agent.join(store), agent.meet, agent.watch_warmup, agent.end_warmup, agent.plan, agent.start,
-        lambda: looks(agent.look), agent.lose, agent.end,
+        lambda: agent.join(store), agent.meet, agent.look_at_warmup, agent.end_warmup, agent.plan, agent.start,
+        agent.write_files, agent.look, agent.lose, agent.end,
     )  # fmt: skip
     return dict(zip(PHASES, all_steps, strict=True))
 
@@ -292,8 +306,9 @@ def first(size: int, names: Sequence[str], cache: Path, port: Any, barrier: Any,
     """Run the real first agent; its store and its decisions are the product's own."""
     folder = Path(tempfile.mkdtemp(dir=cache))
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    coordinator = Coordinator(options(size, cache), folder, least_nodes=size // 2)
-    agent = Agent(0, size, coordinator)
+    unwritten: list[Callable[[], None]] = []
+    coordinator = Coordinator(options(size, cache), folder, least_nodes=size // 2, later=unwritten.append)
+    agent = Agent(0, size, coordinator, unwritten=unwritten)
     barrier.wait()
     port.value = store.port
     barrier.wait()
@@ -301,7 +316,7 @@ def first(size: int, names: Sequence[str], cache: Path, port: Any, barrier: Any,
     for name in names:
         barrier.wait()
         before, began_s = os.times(), time.monotonic()
-        phases[name]()
+        watch([phases[name]]) if name in WATCHED else phases[name]()
         mine_s = time.monotonic() - began_s
         barrier.wait()
         after = os.times()
@@ -339,15 +354,21 @@ def player(size: int, names: Sequence[str], number: int, port: Any, barrier: Any
     for name in names:
         ended: list[float] = []
         counts.clear()
-        threads = [threading.Thread(target=guarded, args=(phase[name], ended), daemon=True) for phase in phases]
+        doing = [phase[name] for phase in phases]
+        if name in WATCHED:
+            doing = [lambda looks=doing: watch(looks)]  # type: ignore[misc]
+        threads = [threading.Thread(target=guarded, args=(one, ended), daemon=True) for one in doing]
         barrier.wait()
-        began_s = time.monotonic()
+        began_s, before = time.monotonic(), time.process_time()
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         took_s = max(ended) - began_s
-        results.put({"player": name, "last_s": took_s, **counts, "errors": errors[:1], "failed": len(errors)})
+        results.put({
+            "player": name, "last_s": took_s, **counts, "errors": errors[:1], "failed": len(errors),
+            "their_cpu_s": time.process_time() - before,
+        })  # fmt: skip
         errors.clear()
         barrier.wait()
 
@@ -368,7 +389,7 @@ def run(size: int, cache: Path, names: Sequence[str] = PHASES) -> dict[str, Any]
         process.start()
     found: dict[str, Any] = {name: defaultdict(float) for name in names}
     for _ in range(len(names) * (1 + PLAYERS) + 1):
-        told = results.get(timeout=280)
+        told = results.get(timeout=900)
         if "peak" in told:
             found["peak"] = told["peak"]
         elif "first" in told:
@@ -377,7 +398,7 @@ def run(size: int, cache: Path, names: Sequence[str] = PHASES) -> dict[str, Any]
             row = found[told.pop("player")]
             row["last_s"] = max(row["last_s"], told["last_s"])
             row["errors"] = row["errors"] or told["errors"]
-            for key in ("messages", "bytes", "failed"):
+            for key in ("messages", "bytes", "failed", "their_cpu_s"):
                 row[key] += told.get(key, 0)
     for process in processes:
         process.join(20)
@@ -480,8 +501,10 @@ Seconds on a busy machine are too long. The CPU seconds of the first agent show 
 """
 
 
-def report(cold: dict[int, Any], cached: dict[int, Any], rows: Sequence[str]) -> str:
+def report(known: dict[tuple[str, int], Any]) -> str:
     """Return the whole report."""
+    cold, cached = ({size: one["found"] for (what, size), one in known.items() if what == kind} for kind in STARTED)
+    rows = [row for (what, _), one in known.items() if what == "documents" for row in one["found"]]
     parts = ["# Thousands of nodes by their messages", conditions(), REMARKS, WORDS]
     for title, found, names in (("A cold start", cold, PHASES), ("A start from the cache", cached, CACHED)):
         parts += [f"## {title}", "\n".join(summary(found, names)), "\n".join(table(found, names))]
@@ -502,22 +525,38 @@ def main() -> None:
     parser.add_argument("--nodes", default=",".join(map(str, NODES)), help="sizes, comma-separated")
     parser.add_argument("--documents", default="1280", help="hosts of the plans whose documents are timed")
     parser.add_argument("--record", action="store_true", help="write the report into benchmarks/results")
+    parser.add_argument("--log", type=Path, default=LOG, help="file with a line for each finished size, to resume")
     args = parser.parse_args()
-    cold: dict[int, Any] = {}
-    cached: dict[int, Any] = {}
-    for size in map(int, args.nodes.split(",")):
+    done = [json.loads(line) for line in args.log.read_text().splitlines()] if args.log.exists() else []
+    known = {(one["what"], one["size"]): one for one in done}
+
+    def once(what: str, size: int, do: Callable[[], Any]) -> None:
+        if (what, size) in known:
+            return
+        began_s, load = time.monotonic(), os.getloadavg()[0]
+        found = do()
+        stolen = {"load": [load, os.getloadavg()[0]], "took_s": time.monotonic() - began_s}
+        known[what, size] = {"what": what, "size": size, "found": found, **stolen}
+        with args.log.open("a") as log:
+            log.write(json.dumps(known[what, size]) + "\n")
+
+    def start(size: int) -> None:
         with tempfile.TemporaryDirectory() as cache:
-            for found, names in ((cold, PHASES), (cached, CACHED)):
-                found[size] = run(size, Path(cache), names)
-                sys.stderr.write(f"{size} nodes: {dict(found[size])}\n")
-    rows = []
+            for what, names in zip(STARTED, (PHASES, CACHED), strict=True):
+                once(what, size, lambda names=names: run(size, Path(cache), names))  # type: ignore[misc]
+
+    for size in map(int, filter(None, args.nodes.split(","))):
+        if ("cached", size) not in known:
+            known.pop(("cold", size), None)  # The cache of an interrupted run is gone.
+            start(size)
     for size in map(int, filter(None, args.documents.split(","))):
         with tempfile.TemporaryDirectory() as folder:
-            rows += documents(size, Path(folder))
-    text = report(cold, cached, rows)
+            once("documents", size, lambda folder=folder, size=size: [*documents(size, Path(folder))])  # type: ignore[misc]
+    text = report(known)
     sys.stdout.write(text)
     if args.record:
         (RESULTS / "scale.md").write_text(text, encoding="utf-8")
+        args.log.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

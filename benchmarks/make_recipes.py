@@ -15,12 +15,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.stand_ins import Record, StandIns
 from benchmarks.validation.nvidia import DEVICES
 from benchmarks.validation.options import DATA
+from pipette_launch.megatron import bridge, newest_release
+from pipette_launch.megatron.bridge import ETP, Overrides
+from pipette_launch.megatron.flags import Arguments
 
 TARGET = DATA / "nvidia_recipes.csv"
 COLUMNS = ("release", "phase", "model", "system", "gpus", "precision", "gbs", "mbs", "seq", "tp", "pp")
@@ -59,38 +63,32 @@ PRECISIONS = {
     "fp8mx": "MXFP8",
     "nvfp4": "NVFP4",
 }
-DEFAULTS = {
-    **dict.fromkeys(("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size"), 1),
-    "expert-model-parallel-size": 1,
-    "optimizer": "adam",
-}
 _STATED = ("#-GPUs", "Precision", "GBS", "MBS", "TP", "PP", "CP", "VP", "EP")
-LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-SAME = {
-    "model": (
-        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
-        "expert_tensor_parallel_size sequence_parallel microbatch_group_size_per_vp_stage cp_comm_type "
-        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split recompute_granularity "
-        "fine_grained_activation_offloading activation_offload_fraction min_offloaded_tensor_size moe_router_fusion "
-        "fine_grained_offloading_max_inflight_offloads "
-        "moe_token_dispatcher_type moe_flex_dispatcher_backend moe_grouped_gemm moe_permute_fusion "
-        "moe_shared_expert_overlap moe_router_force_load_balancing moe_router_padding_for_quantization "
-        "moe_router_padding_for_fp8 moe_expert_rank_capacity_factor moe_expert_capacity_factor moe_router_dtype "
-        "moe_pad_expert_input_to_capacity moe_paged_stash moe_paged_stash_buffer_size_factor_cuda "
-        "moe_paged_stash_buffer_size_factor_cpu mtp_num_layers mtp_use_repeated_layer use_transformer_engine_op_fuser "
-        "use_fused_weighted_squared_relu fp8_output_proj"
-    ),
-    "train": "global_batch_size micro_batch_size",
-    "ddp": (
-        "use_distributed_optimizer overlap_grad_reduce overlap_param_gather use_megatron_fsdp fsdp_double_buffer "
-        "suggested_communication_unit_size keep_fp8_transpose_cache"
-    ),
-    "optimizer": "optimizer use_precision_aware_optimizer",
-    "comm_overlap": "overlap_moe_expert_parallel_comm delay_wgrad_compute",
-    "mixed_precision": "bf16 first_last_layers_bf16",
-}
-"""Settings whose flag has the same name, by part of a recipe."""
+KEPT = (
+    "tensor_model_parallel_size pipeline_model_parallel_size pipeline_model_parallel_layout "
+    "microbatch_group_size_per_vp_stage context_parallel_size expert_model_parallel_size "
+    "expert_tensor_parallel_size sequence_parallel num_virtual_stages_per_pipeline_rank "
+    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers cp_comm_type "
+    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split global_batch_size micro_batch_size "
+    "recompute_granularity recompute_method recompute_num_layers recompute_modules cpu_offloading_num_layers "
+    "fine_grained_activation_offloading offload_modules activation_offload_fraction min_offloaded_tensor_size "
+    "fine_grained_offloading_max_inflight_offloads moe_router_fusion moe_token_dispatcher_type "
+    "moe_flex_dispatcher_backend moe_grouped_gemm moe_permute_fusion moe_shared_expert_overlap moe_router_dtype "
+    "moe_router_force_load_balancing moe_router_padding_for_quantization moe_router_padding_for_fp8 "
+    "moe_expert_rank_capacity_factor moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_paged_stash "
+    "moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu mtp_num_layers "
+    "mtp_use_repeated_layer use_transformer_engine_op_fuser use_fused_weighted_squared_relu "
+    "use_distributed_optimizer overlap_grad_reduce overlap_param_gather use_megatron_fsdp fsdp_double_buffer "
+    "ckpt_format data_parallel_sharding_strategy outer_dp_sharding_strategy num_distributed_optimizer_instances "
+    "suggested_communication_unit_size keep_fp8_transpose_cache nccl_ub gradient_accumulation_fusion optimizer "
+    "use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype "
+    "overlap_moe_expert_parallel_comm delay_wgrad_compute tp_comm_overlap use_layer_wise_param_layout bf16 "
+    "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 grad_reduce_in_bf16 fp8 "
+    "fp8_recipe fp8_param_gather fp8_output_proj reuse_grad_buf_for_mxfp8_param_ag fp4 fp4_recipe fp4_param_gather "
+    "cuda_graph_impl cuda_graph_modules cross_entropy_loss_fusion cross_entropy_fusion_impl "
+    "check_for_nan_in_loss_and_grad"
+).split()
+"""Destinations of the flags in the table. Other tables have the shapes of the models."""
 
 
 class Recipe(Record):
@@ -171,7 +169,7 @@ def rows(checkout: Path) -> Iterator[dict[str, Any]]:
         if isinstance(recipe.mixed_precision, str):
             named = sys.modules["megatron.bridge.training.mixed_precision"].MIXED_PRECISION_RECIPES
             recipe.mixed_precision = named[recipe.mixed_precision]()
-        flags, model = flags_of(recipe), recipe.model
+        model = recipe.model
         degrees = (
             model.tensor_model_parallel_size,
             model.pipeline_model_parallel_size,
@@ -194,112 +192,31 @@ def rows(checkout: Path) -> Iterator[dict[str, Any]]:
             "tp": recipe.model.tensor_model_parallel_size or 1,
             "pp": recipe.model.pipeline_model_parallel_size or 1,
             "allocator": (recipe.env_vars or {}).get("PYTORCH_CUDA_ALLOC_CONF", ""),
-            "flags": " ".join(f"--{flag}" if value is True else f"--{flag} {value}" for flag, value in flags.items()),
+            "flags": " ".join(flags_of(recipe)),
             "recipe": name,
             "published": known.get(tuple(map(_plain, wanted)), ""),
         }
 
 
-def flags_of(recipe: Recipe) -> dict[str, Any]:
-    """Return the flags that a recipe's settings mean."""
-    flags: dict[str, Any] = {}
-    for part, names in SAME.items():
-        values = vars(getattr(recipe, part) or Record())
-        flags |= {name.replace("_", "-"): _words(values.get(name)) for name in names.split()}
-    if str(flags["moe-router-dtype"]) not in {"fp32", "fp64"}:
-        flags["moe-router-dtype"] = TYPES.get(str(flags["moe-router-dtype"]), "").replace("bf16", "") or None
-    flags["overlap-param-gather"] = flags["overlap-param-gather"] and flags["overlap-grad-reduce"]
-    model, types = recipe.model, recipe.optimizer
-    flags |= _pipeline(model) | _memory_options(model) | _graphs(model) | _precision(recipe) | _sharding(recipe.ddp)
-    if types.use_precision_aware_optimizer:
-        names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-        flags |= {name.replace("_", "-"): TYPES.get(str(getattr(types, name) or "float32")) for name in names}
-    # Bridge's models have these defaults.
-    flags["cross-entropy-loss-fusion"] = model.cross_entropy_loss_fusion is not False
-    flags["moe-grouped-gemm"] = (model.expert_model_parallel_size or 1) > 1 or flags["moe-grouped-gemm"]
-    flags["cross-entropy-fusion-impl"] = model.cross_entropy_fusion_impl
-    # Bridge gives the buffers of gradients no layout of whole matrices.
-    flags["no-use-layer-wise-param-layout"] = "muon" in (types.optimizer or "")
-    flags["use-nccl-ub"] = recipe.ddp.nccl_ub
-    flags["no-gradient-accumulation-fusion"] = model.gradient_accumulation_fusion is False
-    flags["no-check-for-nan-in-loss-and-grad"] = True
-    flags["tp-comm-overlap"] = bool(
-        recipe.comm_overlap and recipe.comm_overlap.tp_comm_overlap and model.sequence_parallel
-    )
-    if flags["moe-token-dispatcher-type"] != "flex":
-        flags["moe-flex-dispatcher-backend"] = None
-    return {name: value for name, value in flags.items() if value not in (None, False, "", DEFAULTS.get(name))}
+def flags_of(recipe: Recipe) -> tuple[str, ...]:
+    """Return the flags that a recipe's settings mean, with defaults of Bridge's models that change time or memory."""
+    config = {name: _values(part) for name, part in vars(recipe).items()}
+    model = config.setdefault("model", {})
+    model.setdefault("cross_entropy_loss_fusion", True)
+    model.setdefault("num_moe_experts", model.get(ETP))
+    model["moe_grouped_gemm"] = (model.get("expert_model_parallel_size") or 1) > 1 or model.get("moe_grouped_gemm")
+    tokens = Arguments.parse(Overrides((), config).flags(newest_release()), newest_release()).tokens
+    # One word for each value, as the table's other columns and readers have them.
+    return tuple(part for token in tokens if token.dest in KEPT for word in token.words for part in word.split("=", 1))
 
 
-def _words(value: Any) -> Any:
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else value
-
-
-def _pipeline(model: Record) -> dict[str, Any]:
-    layout, virtual = model.pipeline_model_parallel_layout, model.virtual_pipeline_model_parallel_size
-    if isinstance(layout, list):
-        layout = "|".join("".join(LETTERS[str(kind)] for kind in stage) for stage in layout)
-        layout = re.sub(r"(t+\|)\1{2,}", lambda run: f"({run[1]})*{len(run[0]) // len(run[1])}", layout)
-    return {
-        "pipeline-model-parallel-layout": layout,
-        "num-virtual-stages-per-pipeline-rank": virtual if (virtual or 1) > 1 and not layout else None,
-        "decoder-first-pipeline-num-layers": model.num_layers_in_first_pipeline_stage,
-        "decoder-last-pipeline-num-layers": model.num_layers_in_last_pipeline_stage,
-    }
-
-
-def _memory_options(model: Record) -> dict[str, Any]:
-    granularity = model.recompute_granularity
-    return {
-        "recompute-modules": _words(model.recompute_modules) if granularity == "selective" else None,
-        "recompute-method": model.recompute_method if granularity == "full" else None,
-        "recompute-num-layers": model.recompute_num_layers if granularity == "full" else None,
-        "offload-modules": _words(model.offload_modules) if model.fine_grained_activation_offloading else None,
-        "cpu-offloading-num-layers": model.cpu_offloading_num_layers if model.cpu_offloading else None,
-    }
-
-
-def _graphs(model: Record) -> dict[str, Any]:
-    impl = model.cuda_graph_impl
-    scopes = model.cuda_graph_modules or model.cuda_graph_scope
-    names = [scopes] if isinstance(scopes, str) else list(scopes or ())
-    if "full_iteration" in names:
-        impl, names = "full_iteration", []
-    if impl in (None, "none"):
-        return {}
-    return {
-        "cuda-graph-impl": impl,
-        "cuda-graph-modules": " ".join(map(str, names)) if impl != "full_iteration" else "",
-    }
-
-
-def _precision(recipe: Recipe) -> dict[str, Any]:
-    """Return the flags of formats; the settings of the gradients in the data-parallel part are those of the run."""
-    one, ddp = recipe.mixed_precision, recipe.ddp
-    is_kept = one.fp8 and not ddp.use_megatron_fsdp and one.reuse_grad_buf_for_mxfp8_param_ag
-    return {
-        "grad-reduce-in-bf16": one.grad_reduce_in_fp32 is False,
-        "fp8-format": one.fp8,
-        "fp8-recipe": one.fp8_recipe if one.fp8 else None,
-        "fp8-param-gather": bool(one.fp8 and one.fp8_param_gather),
-        "reuse-grad-buf-for-mxfp8-param-ag": is_kept,
-        "fp4-format": one.fp4,
-        "fp4-recipe": one.fp4_recipe if one.fp4 else None,
-        "fp4-param-gather": bool(one.fp4 and one.fp4_param_gather),
-        "num-layers-at-start-in-bf16": one.num_layers_at_start_in_bf16 if one.first_last_layers_bf16 else None,
-        "num-layers-at-end-in-bf16": one.num_layers_at_end_in_bf16 if one.first_last_layers_bf16 else None,
-    }
-
-
-def _sharding(ddp: Record) -> dict[str, Any]:
-    if not ddp.use_megatron_fsdp:
-        return {}
-    return {
-        "ckpt-format": "fsdp_dtensor",
-        "data-parallel-sharding-strategy": ddp.data_parallel_sharding_strategy,
-        "num-distributed-optimizer-instances": ddp.num_distributed_optimizer_instances,
-        "outer-dp-sharding-strategy": ddp.outer_dp_sharding_strategy,
-    }
+def _values(value: Any) -> Any:
+    """Return the settings of a part, without stand-ins."""
+    if isinstance(value, Record) or is_dataclass(value):
+        return {name: _values(one) for name, one in vars(value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_values(one) for one in value]
+    return bridge.TYPES.get(str(value), str(value)) if isinstance(value, str) else value
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -261,7 +261,6 @@ def settings_of(config: Config) -> dict[str, Any]:
     found |= sharding(ddp, fsdp=bool(fsdp)) | _overlaps(config, found)
     found["ddp_average_in_collective"] = ddp.get("average_in_collective")
     found["ddp_bucket_size"] = ddp.get("bucket_size")
-    found["use_nccl_ub"] = ddp.get("nccl_ub")
     found["sft"] = not str(dataset.get("_target_", "GPTDatasetConfig")).endswith("GPTDatasetConfig")
     # Bridge drops the mask unless the data set asks for it.
     found["create_attention_mask_in_dataloader"] = dataset.get("skip_getting_attention_mask_from_dataset") is False

@@ -162,9 +162,8 @@ class Frontier:
         """Return layouts that fit with the fastest flags and without recompute, of the fastest sets of degrees."""
         if (len(self._order_N), math.inf, False) in self._those_that_fit:
             return self._that_fit(self._order_N, math.inf)
-        rows = self._order_N[:DIVED_AT_ONCE]
-        first_U = self._base.columns.take(rows).groups(*ALL_DEGREES, "micro_batch_size").first_U
-        return self._that_fit(rows[np.sort(first_U)], math.inf)
+        first_U = self._base.columns.take(self._order_N).groups(*ALL_DEGREES, "micro_batch_size").first_U
+        return self._that_fit(self._order_N[np.sort(first_U)], math.inf)
 
     def bounded(self, layouts: Sequence[Layout]) -> list[Promising]:
         """Return layouts with their lower bounds and the bytes of each pipeline rank."""

@@ -7,7 +7,7 @@ import typing
 if typing.TYPE_CHECKING:
     from pipette_launch.api import *
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = ["__version__", "compare", "load_measurements", "load_plan", "measure", "plan", "predict"]
 __all__ += ["Comparison", "Measurements", "Plan", "Prediction"]

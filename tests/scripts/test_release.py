@@ -8,14 +8,16 @@ import subprocess
 
 from doc_pages import ROOT
 
+from pipette_launch import __version__
 
-def test_the_notes_are_the_newest_section() -> None:
-    """The notes begin with the first section of the changelog and end before the second one."""
+
+def test_the_notes_are_those_of_the_version() -> None:
+    """The notes are the section of the changelog whose heading has the version and a date."""
     done = subprocess.run([ROOT / "scripts" / "release", "notes"], check=True, capture_output=True, text=True)
-    changelog = (ROOT / "CHANGELOG.md").read_text()
-    first, second = (match.start() for match in list(re.finditer("^## ", changelog, re.MULTILINE))[:2])
+    sections = re.split("^(?=## )", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
 
-    assert changelog[first:second] == done.stdout
+    assert done.stdout in sections
+    assert re.match(rf"## {re.escape(__version__)} \(20\d\d-\d\d-\d\d\)\n", done.stdout)
 
 
 def test_the_image_has_what_training_needs() -> None:

@@ -1,8 +1,9 @@
 """Thousands of agents towards one real first agent, on one machine.
 
-`python -m benchmarks.bench_scale [--nodes 128,256,...] [--record]` forks one first agent, which decides with the real
-coordinator, and a few processes that play the other agents: each agent is a thread that runs the product's own meeting,
-warm-up and end over a connection of its own. Measurements are drawn (`plan_machines`), and no worker runs.
+`python -m benchmarks.bench_scale [--nodes 128,256,...] [--record]` writes all of scale.md, and goes on after an
+interruption (`--log`). It forks one first agent, which decides with the real coordinator, and a few processes that play
+the other agents: each agent is a thread that runs the product's own meeting, warm-up and end over a connection of its
+own. Measurements are drawn (`plan_machines`), and no worker runs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -22,7 +24,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +52,9 @@ from pipette_launch.planning.picture import picture_of
 from pipette_launch.probe.messages import WarmupOrder
 from pipette_launch.search.solve import SolveOptions, solve
 
-NODES = (128, 256, 512, 1024, 2048, 4096)
+NODES = (128, 256, 512, 1024, 2048)
+LARGEST = 4096
+"""Rows for this number of nodes are extrapolated. On 2 cores, 4,096 played agents stop all other work."""
 PLAYERS = 4
 """Processes that play agents."""
 SIZE, DEVICE = 8, "NVIDIA A100-SXM4-80GB"
@@ -334,6 +337,7 @@ def first(size: int, names: Sequence[str], cache: Path, port: Any, barrier: Any,
 
 def player(size: int, names: Sequence[str], number: int, port: Any, barrier: Any, results: Any) -> None:
     """Play a share of the agents, each in a thread."""
+    os.nice(10)
     threading.stack_size(1 << 18)
     counts: Counter[str] = Counter()
     play_within_one_process(counts)
@@ -425,12 +429,29 @@ def documents(size: int, folder: Path) -> Iterator[str]:
     made = PlanDocuments(plan=plan, measurements=found, picture=picture_of(plan, order.job, found))
     yield from timed(size, page, "written", lambda: page.write_text(page_of(made)))
     yield from timed(size, trace, "written", lambda: trace.write_text(trace_of(made)))
-    chromium = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    empty = folder / "empty.html"
-    empty.write_text("<p>")
-    for shown in (empty, page):
-        command = [*chromium, shown.as_uri()]
-        yield from timed(size, shown, "loaded", partial(subprocess.run, command, check=True, capture_output=True))
+    yield f"| {size:,} | {page.name} | {page.stat().st_size / 1e6:.2f} MB | in Chromium: {loaded(page)} | | | |"
+
+
+def loaded(page: Path) -> str:
+    """Load a page in headless Chromium; return the page's own seconds until it is loaded, and its heap."""
+    script = (
+        "<script>addEventListener('load', () => setTimeout(() => document.title = 'loaded in ' + (performance.timing."
+        "loadEventEnd - performance.timing.navigationStart) / 1e3 + ' s, heap of ' + Math.round("
+        "performance.memory.usedJSHeapSize / 1e6) + ' MB'))</script>"
+    )
+    shown = page.with_name("shown.html")
+    shown.write_text(script + page.read_text())
+    words = (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-precise-memory-info",
+        "--virtual-time-budget=5000",
+    )
+    command = ["chromium", *words, "--dump-dom", shown.as_uri()]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = re.search(r"loaded in [^<']*MB", done.stdout)
+    return found[0] if found else "not loaded"
 
 
 def timed(size: int, path: Path, what: str, do: Callable[[], Any]) -> Generator[str, None, Any]:
@@ -455,49 +476,74 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
 
 def table(found: dict[int, dict[str, Any]], names: Sequence[str]) -> Iterator[str]:
     """Lines of markdown: one row for each phase and number of nodes, and the growth of each phase."""
-    yield "| phase | nodes | first agent | last agent | its CPU | messages | MB | failed |"
-    yield "|---|--:|--:|--:|--:|--:|--:|--:|"
+    yield "| phase | nodes | first agent | last agent | its CPU | CPU of a played agent | messages | MB | failed |"
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
     for name in names:
-        rows = {size: one[name] for size, one in found.items() if name in one}
+        rows = {size: one[name] for size, one in sorted(found.items()) if name in one}
         for size, row in rows.items():
             yield (
                 f"| {name} | {size:,} | {row['first_s']:.2f} s | {row['last_s']:.2f} s | {row['cpu_s']:.2f} s "
-                f"| {row['messages']:,.0f} | {row['bytes'] / 1e6:.1f} | {row['failed']:.0f} |"
+                f"| {1e3 * row['their_cpu_s'] / size:.1f} ms | {row['messages']:,.0f} | {row['bytes'] / 1e6:.1f} "
+                f"| {row['failed']:.0f} |"
             )
         if len(rows) > 1:
-            grows = (exponent([(n, max(row[key], 1e-3)) for n, row in rows.items()]) for key in GROWS)
-            first, last, cpu, messages, sent = (f"N^{one:.1f}" for one in grows)
-            yield f"| {name} | **growth** | {first} | {last} | {cpu} | {messages} | {sent} | |"
+            first, last, cpu, messages, sent = (f"N^{grows(rows, key):.1f}" for key in GROWS)
+            yield f"| {name} | **growth** | {first} | {last} | {cpu} | | {messages} | {sent} | |"
+            at = {key: max(rows[max(rows)][key], 1e-3) * (LARGEST / max(rows)) ** grows(rows, key) for key in GROWS}
+            if max(rows) < LARGEST:
+                yield (
+                    f"| {name} | {LARGEST:,}, extrapolated | | | {at['cpu_s']:.1f} s | | {at['messages']:,.0f} "
+                    f"| {at['bytes'] / 1e6:,.0f} | |"
+                )
+
+
+def grows(rows: dict[int, Any], key: str) -> float:
+    """Return the exponent of growth of a figure over the sizes of a phase."""
+    return exponent([(size, max(row[key], 1e-3)) for size, row in rows.items()])
 
 
 def summary(found: dict[int, dict[str, Any]], names: Sequence[str]) -> Iterator[str]:
     """Lines of markdown: memory, descriptors, decisions, and seconds without the watched phases, for each size."""
-    yield "| nodes | to the training | CPU of the first agent | peak memory | descriptors | JSON of the decision |"
-    yield "|--:|--:|--:|--:|--:|---|"
-    for size, one in found.items():
-        start, cpu = (sum(one[name][key] for name in names if name in STARTS) for key in ("last_s", "cpu_s"))
+    yield (
+        "| nodes | to the training | CPU of the first agent | CPU of all played agents | peak memory | descriptors "
+        "| JSON of the decision |"
+    )
+    yield "|--:|--:|--:|--:|--:|--:|---|"
+    starts = [name for name in names if name in STARTS]
+    for size, one in sorted(found.items()):
+        start, cpu, theirs = (sum(one[name][key] for name in starts) for key in ("last_s", "cpu_s", "their_cpu_s"))
         decisions = ", ".join(f"{one[name]['phase']} {one[name]['decision'] / 1e6:.2f} MB" for name in names[1:2])
         most = max(one[name]["files"] for name in names)
-        yield f"| {size:,} | {start:.1f} s | {cpu:.1f} s | {one['peak'] / 2**20:.0f} MiB | {most:,} | {decisions} |"
+        yield (
+            f"| {size:,} | {start:.1f} s | {cpu:.1f} s | {theirs:.1f} s | {one['peak'] / 2**20:.0f} MiB | {most:,} "
+            f"| {decisions} |"
+        )
 
 
-def conditions() -> str:
-    """Return the conditions of a run."""
+def conditions(known: dict[tuple[str, int], Any]) -> str:
+    """Return the conditions of the runs."""
+    loads = [load for one in known.values() for load in one["load"]]
     return (
-        f"`python -m benchmarks.bench_scale` on {time.strftime('%Y-%m-%d')}: {processor()}, "
+        f"`python -m benchmarks.bench_scale --record` on {time.strftime('%Y-%m-%d')}: {processor()}, "
         f"{len(os.sched_getaffinity(0))} cores for the first agent, {PLAYERS} processes that play the other agents, "
-        f"and other users of the machine (load average {os.getloadavg()[1]:.1f}); Python {platform.python_version()}, "
-        f"torch {torch.__version__}; loopback; names from /etc/hosts only."
+        f"and other users of the machine (load average {min(loads):.0f} to {max(loads):.0f}, which contains the played "
+        f"agents); Python {platform.python_version()}, torch {torch.__version__}; loopback; names from /etc/hosts only."
     )
 
 
-REMARKS = f"""Measured: a real first agent with the product's coordinator, search and store; all messages of all agents,
-each over a connection of its own. Played: agents share {PLAYERS} processes, read equal texts once in each process, and
-look for no lost agents. Memory contains the drawing of
-the measurements. Not run: torch's rendezvous (`bench_rendezvous`), workers, measuring, and a network.
-One agent in {LOST_PART} leaves in the phase `lose`, whose time contains a search for the remaining nodes. A watched
-phase lasts {WATCH_S:g} s; its messages are what the agents send in that time. MB count both directions.
-Seconds on a busy machine are too long. The CPU seconds of the first agent show what an idle machine would need.
+REMARKS = f"""**Measured**: a real first agent with the product's coordinator, search and store, and all messages of all
+agents, each over a connection of its own. **Played**: the other agents share {PLAYERS} processes, read equal texts once
+in each process, and look for no lost agents. **Not run**: torch's rendezvous (`bench_rendezvous`), workers, measuring,
+and a network. **Extrapolated**: rows that say so, by the growth of the measured rows.
+
+The first agent and the played agents share the cores. So seconds of the clock are too long, and most of them are the
+played agents' CPU seconds. On nodes of their own, the first agent needs about its CPU seconds, and each other agent
+needs the milliseconds of a played agent.
+
+One agent in {LOST_PART} leaves in the phase `lose`, whose time contains a search for the remaining nodes. The phase
+`files` writes measurements, report and trace; the product writes them beside the training. A watched phase lasts
+{WATCH_S:g} s; its messages are the messages of that time. MB count both directions. Peak memory contains the drawing of
+the measurements.
 """
 
 
@@ -505,7 +551,7 @@ def report(known: dict[tuple[str, int], Any]) -> str:
     """Return the whole report."""
     cold, cached = ({size: one["found"] for (what, size), one in known.items() if what == kind} for kind in STARTED)
     rows = [row for (what, _), one in known.items() if what == "documents" for row in one["found"]]
-    parts = ["# Thousands of nodes by their messages", conditions(), REMARKS, WORDS]
+    parts = ["# Thousands of nodes by their messages", conditions(known), REMARKS, WORDS]
     for title, found, names in (("A cold start", cold, PHASES), ("A start from the cache", cached, CACHED)):
         parts += [f"## {title}", "\n".join(summary(found, names)), "\n".join(table(found, names))]
     return "\n\n".join([*parts, "## Documents", ON_DOCUMENTS, "\n".join([*DOCUMENTS, *rows])]) + "\n"
@@ -513,9 +559,8 @@ def report(known: dict[tuple[str, int], Any]) -> str:
 
 DOCUMENTS = ("| hosts | document | size | step | wall clock | CPU | peak memory |", "|--:|---|--:|---|--:|--:|--:|")
 ON_DOCUMENTS = (
-    "Every link has random digits, as if all links had been measured: the largest `cluster.json`. The page and an "
-    "empty page load in the same headless browser, whose own start takes most of the time. Only the deciding node "
-    "reads `cluster.json`; the other nodes get the decision, which contains the plan."
+    "Every link has random digits, as if all links had been measured: the largest `cluster.json`. Only the deciding "
+    "node reads `cluster.json`; the other nodes get the decision, which contains the plan."
 )
 
 
@@ -523,7 +568,7 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--nodes", default=",".join(map(str, NODES)), help="sizes, comma-separated")
-    parser.add_argument("--documents", default="1280", help="hosts of the plans whose documents are timed")
+    parser.add_argument("--documents", default="1280,4096", help="hosts of the plans whose documents are timed")
     parser.add_argument("--record", action="store_true", help="write the report into benchmarks/results")
     parser.add_argument("--log", type=Path, default=LOG, help="file with a line for each finished size, to resume")
     args = parser.parse_args()

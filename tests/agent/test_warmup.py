@@ -25,8 +25,9 @@ from torch.distributed import HashStore, TCPStore
 from pipette_launch.agent import warmup
 from pipette_launch.agent.store import RoundOver, RoundStore
 from pipette_launch.agent.warmup import NodeReport, Warmup, WorkerState, judge
+from pipette_launch.defaults import START_S
 from pipette_launch.facts.messages import Decision
-from pipette_launch.probe.messages import Sign, last_error, last_sign
+from pipette_launch.probe.messages import Sign, last_error, last_sign, wait_s
 
 HEALTHY: dict[str, Any] = {"exit_code": None, "status": "sleeping", "error": "", "waits_for": "", "peers": ()}
 WAITING = {"waits_for": "all workers to arrive", "peers": ()}
@@ -462,3 +463,35 @@ def test_one_that_computes_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
         world.warmup._sample(world.processes)
         assert 0.0 == world.warmup._state(0, process, "a", 0).idle_s
         process.kill()
+
+
+@pytest.mark.parametrize(("apart_s", "is_late"), [(300.0, False), (1200.0, True)])
+def test_launchers_of_4096_ranks_wait_for_late_imports(
+    monkeypatch: pytest.MonkeyPatch, apart_s: float, is_late: bool
+) -> None:
+    """The imports of 512 nodes end within five minutes of each other, then the warm-up measures for a minute."""
+    num_nodes, first_s, now_s = 512, 60.0, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    tokens = tuple(f"node{index}" for index in range(num_nodes))
+    many = Decision(phase="warmup", tokens=tokens, hosts=tokens, num_slots=(8,) * num_nodes)
+    store, ends_s = HashStore(), first_s + apart_s + 60.0
+    worker = SimpleNamespace(poll=lambda: 0 if now_s >= ends_s else None)
+    deadline_s = wait_s(4096, START_S.of(4096)) + wait_s(4096, 60.0)
+    found: list[str] = []
+    monkeypatch.setattr(Warmup, "_find_out", lambda self, *_: found.append(self._token))
+    launchers = [
+        Warmup(
+            SimpleNamespace(warmup_deadline_s=deadline_s),  # type: ignore[arg-type]
+            RoundStore(store, index, num_nodes, is_coordinator=True),
+            many,
+            token,
+        )
+        for index, token in enumerate(tokens)
+    ]
+    over: set[str] = set()
+    while len(over) < num_nodes:
+        over |= {one._token for one in launchers if one._is_over({0: worker})}  # type: ignore[dict-item]
+        now_s += 5.0
+
+    assert is_late == bool(found)
+    assert is_late == (now_s < ends_s)

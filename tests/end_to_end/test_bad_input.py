@@ -39,6 +39,16 @@ def test_a_script_that_is_not_megatrons_runs_as_it_is(tmp_path: Path) -> None:
     assert {False} == {worker["patched"] for worker in done.workers.values()}
 
 
+def test_a_recipe_that_cannot_be_read_trains_as_it_is(tmp_path: Path) -> None:
+    """Without Megatron-Bridge or a saved configuration, the reason names both, and the script runs untouched."""
+    words = ["--recipe", "x", "model.seq_length=4096"]
+    done = pipette(tmp_path, "--nproc-per-node=2", ECHO, *words)
+
+    assert trained_as_torchrun(done, 2, words), done.err
+    assert "needs megatron-bridge here, or its saved configuration (--bridge-config FILE)" in done.err
+    assert "training with your own configuration as torchrun would" in done.err
+
+
 def test_contradictory_flags_are_named(tmp_path: Path) -> None:
     """The flag and its value stand in the message; with `fail` the launcher stops with exit code 1."""
     changes = ["--tensor-model-parallel-size", "3"]

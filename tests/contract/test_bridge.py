@@ -122,7 +122,7 @@ def applied(config: Any, words: tuple[str, ...], folder: Path, monkeypatch: pyte
             },
         ),
         ("GPT-3 175B", {"pp": 4, "dp": 32, "vpp": 1, "layers_per_chunk": (23, 24, 24, 25)}),
-        ("Qwen3 30B-A3B", {"tp": 2, "pp": 4, "cp": 4, "dp": 16, "ep": 8, "etp": 2, "vpp": 3}),
+        ("Qwen3 30B-A3B", {"pp": 4, "cp": 2, "dp": 16, "ep": 8, "etp": 2, "vpp": 3}),
         ("Nemotron 3 Nano", {"tp": 2, "pp": 2, "dp": 128, "vpp": 4, "layers_per_chunk": (7,) * 6 + (5, 5)}),
     ],
 )

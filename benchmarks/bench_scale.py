@@ -538,7 +538,8 @@ and a network. **Extrapolated**: rows that say so, by the growth of the measured
 
 The first agent and the played agents share the cores. So seconds of the clock are too long, and most of them are the
 played agents' CPU seconds. On nodes of their own, the first agent needs about its CPU seconds, and each other agent
-needs the milliseconds of a played agent.
+needs the milliseconds of a played agent. The search ends after 10 s of the clock, so it gets fewer CPU seconds on a
+busy machine.
 
 One agent in {LOST_PART} leaves in the phase `lose`, whose time contains a search for the remaining nodes. The phase
 `files` writes measurements, report and trace; the product writes them beside the training. A watched phase lasts

@@ -22,6 +22,7 @@ from pipette_launch.defaults import (
     PROBE_S,
     PROOF_S,
     SEARCH_BUDGET_S,
+    START_S,
 )
 
 How = Literal["killed", "silent", "stopped", "told", "cut", "nothing"]
@@ -71,13 +72,14 @@ class Case:
         number = max(round(self.share * size), 1) if self.share else 0
         return sorted([0] * self.first + draw.sample(range(1, size), number))
 
-    def limit_s(self, start_s: float) -> float:
-        """Return the longest time from the injection to the next iteration, or to the end of the job."""
+    def limit_s(self) -> float:
+        """Return the longest time from the injection to the last new worker, or to the end of the job."""
         if self.phase == "rendezvous":
             return (PLACES_S if self.goes_on is None else HOST_GONE_S) + ENDS_S
         if self.how == "nothing" or not self.goes_on:
             return FOUND_S[self.how] + ENDS_S
-        return FOUND_S[self.how] + SEARCH_BUDGET_S + start_s
+        measures_s = START_S if self.phase in ("measure", "plan") else 0.0
+        return FOUND_S[self.how] + measures_s + SEARCH_BUDGET_S
 
     def hit_limit_s(self, size: int) -> float:
         """Return the longest time from the injection to the end of the launchers that were hit and still run."""

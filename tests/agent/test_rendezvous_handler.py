@@ -606,7 +606,7 @@ def test_a_store_that_is_gone_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> 
 def test_one_agent_renews_the_nodes_of_a_round() -> None:
     """Of four nodes of torch's rendezvous the first renews three. torch keeps the three and drops the fourth."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    given = {"keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
+    given = {"keep_alive_interval": "1", "keep_alive_max_attempt": "6"}
     handlers = []
     for _ in range(4):
         client = TCPStore("localhost", store.port, is_master=False, wait_for_workers=False)
@@ -624,7 +624,7 @@ def test_one_agent_renews_the_nodes_of_a_round() -> None:
     renewed = Mock(wraps=by_rank[1]._inner._state_holder._backend.set_state)
     by_rank[1]._inner._state_holder._backend.set_state = renewed
 
-    time.sleep(4.5)
+    time.sleep(7.5)
     by_rank[1]._inner._state_holder.sync()
     state = by_rank[1]._inner._state_holder.state
 

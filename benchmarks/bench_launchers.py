@@ -383,6 +383,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.keep:
         args.keep.mkdir(parents=True, exist_ok=True)
+    # Namespaces and processes of a run are removed after SIGTERM too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     look_up_names_in_files()
     gc.collect()
     gc.freeze()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import selectors
+import signal
 import sys
 import tempfile
 import threading
@@ -141,6 +142,7 @@ def become(
     network: Network, host: int, folder: Path, output: int, environment: Mapping[str, str], slow_s: float
 ) -> None:
     """Turn this fork into a process on a host, with an environment, an output and a disk of its own."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()
     network.enter(host)
     nothing = os.open(os.devnull, os.O_RDWR)

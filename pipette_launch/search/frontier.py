@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pipette_launch.cost.memory.overhead import num_communicators, num_group_kinds
 from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.facts import Layout, Recompute
-from pipette_launch.facts.layout import FLAG_WORDS, NO_RECOMPUTE, Floats, Ints, LayoutColumns, codes_of
+from pipette_launch.facts.layout import FLAG_WORDS, NO_RECOMPUTE, Floats, Ints, LayoutColumns
 from pipette_launch.megatron.performance import plannable_offload
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Promising, SearchInputs, limits_N
 from pipette_launch.search.layouts import BaseLayouts
@@ -32,9 +32,6 @@ OUTDONE = "another that runs less again in the backward fits too, and is no slow
 OPENED_AT_ONCE = 1024
 """Number of base layouts whose variants are listed in one call, which is cheaper than one call for each."""
 DIVED_AT_ONCE = 1024
-RARELY_RULED_OUT = 0.97
-"""If the rough bound is below this share of the step time to beat, the second bound is skipped. The second bound is
-rarely more than 3 % higher, and removed only 1 % of these base layouts."""
 LOOKED_THROUGH = 64
 """Number of layouts among which the search looks for layouts with less memory."""
 OFFLOAD_SHARES = (0.25, 0.5, 0.75, 1.0)
@@ -50,9 +47,8 @@ _Ready: TypeAlias = tuple[float, int, Layout]
 class Frontier:
     """Lists the variants of base layouts by rising bound, except variants that do not fit or cannot be priced.
 
-    A base layout is bounded three times, each time more sharply: roughly, then without recompute with its fastest
-    flags, then variant by variant. A base layout is dropped as soon as its bound exceeds the best step so far. Memory
-    is computed only for the layouts that remain.
+    A base layout is bounded twice: roughly, then variant by variant. A base layout is dropped if its rough bound
+    exceeds the best step so far. Memory is computed only for the layouts that remain.
     """
 
     def __init__(self, inputs: SearchInputs, base: BaseLayouts, bounds: BoundColumns) -> None:
@@ -95,17 +91,10 @@ class Frontier:
     def take(self, count: int, *, below_s: float = math.inf, is_late: IsLate = lambda: False) -> list[Promising]:
         """Return at most `count` next layouts with bounds below a step time; no variants are listed after `is_late`."""
         while self._next_rough_s < min(below_s, self._next_ready_s) and not is_late():
-            hopeful = bisect.bisect_left(self._rough, below_s)
-            stop = min(self._num_opened + OPENED_AT_ONCE, hopeful)
-            first_unsure = bisect.bisect_left(self._rough, RARELY_RULED_OUT * below_s, self._num_opened, stop)
+            stop = min(self._num_opened + OPENED_AT_ONCE, bisect.bisect_left(self._rough, below_s))
             rows = self._order_N[self._num_opened : stop]
-            could_fit_N = self._could_fit_N(rows)
-            is_sure_N = np.arange(self._num_opened, stop) < first_unsure
             self._num_opened = stop
-            perhaps = rows[could_fit_N & ~is_sure_N]
-            if len(perhaps):
-                perhaps = perhaps[self._fastest_bounds_s(perhaps) < below_s]
-            self._open(np.concatenate([rows[could_fit_N & is_sure_N], perhaps]), below_s)
+            self._open(rows[self._could_fit_N(rows)], below_s)
         taken: list[_Ready] = []
         while len(taken) < count and self._next_ready_s < below_s:
             taken.append(heapq.heappop(self._ready))
@@ -243,17 +232,6 @@ class Frontier:
         if not fits_N.all():
             self.dropped[OVER_MEMORY] += len(self._base.variants(rows[~fits_N])[0])
         return fits_N
-
-    def _fastest_bounds_s(self, rows: Ints) -> Floats:
-        """Bound base layouts by their fastest flags without recompute, which only adds time."""
-        least_N = np.full(len(rows), np.inf)
-        place_M, columns = self._base.variants(rows)
-        # Overlapped reductions never raise a bound, so two variants that differ only in this flag share a bound.
-        order = np.argsort(-columns.overlap_grad_reduce, kind="stable")
-        others = [getattr(columns, name) for name in FLAG_WORDS if name != "overlap_grad_reduce"]
-        first = order[np.unique(codes_of([place_M, *others])[order], return_index=True)[1]]
-        np.fmin.at(least_N, place_M[first], self._bounds_s(columns.take(first).without_recompute()))
-        return least_N
 
     def _open(self, rows: Ints, below_s: float) -> None:
         """List the variants of base layouts, and keep variants that fit and could beat a step time."""

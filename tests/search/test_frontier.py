@@ -68,26 +68,22 @@ def test_all_that_fit_come_once_by_rising_bound(share: float) -> None:
 
 
 def test_what_cannot_win_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below a step time that only some layouts may beat, the other base layouts are never opened."""
+    """Base layouts are opened only while their rough bounds are below the step time to beat."""
     monkeypatch.setattr(frontier_module, "OPENED_AT_ONCE", 1)
-    monkeypatch.setattr(frontier_module, "RARELY_RULED_OUT", 0.0)
-    num_opened: Counter[Frontier] = Counter()
+    opened_rows: list[int] = []
     opens = Frontier._open
 
     def counted(self: Frontier, rows: np.ndarray, below_s: float) -> None:
-        num_opened[self] += len(rows)
+        opened_rows.extend(rows.tolist())
         opens(self, rows, below_s)
 
     monkeypatch.setattr(Frontier, "_open", counted)
     frontier, _, _ = opened(tiny_job(4))
-    everything, _, _ = opened(tiny_job(4))
-    bounds_s = [one.least_s for one in everything.take(MANY)]
-    limit_s = bounds_s[len(bounds_s) // 10]
-    taken = frontier.take(MANY, below_s=limit_s)
+    limit_s = frontier._rough[3]
 
-    assert [one.least_s for one in taken] == [bound_s for bound_s in bounds_s if bound_s < limit_s]
-    assert num_opened[frontier] < num_opened[everything]
-    assert frontier.least_s >= frontier._next_rough_s >= 0
+    assert frontier.take(MANY, below_s=limit_s) == []
+    assert opened_rows == frontier._order_N[:3].tolist()
+    assert frontier.least_s == limit_s
 
 
 def test_once_it_is_late_nothing_more_is_opened() -> None:

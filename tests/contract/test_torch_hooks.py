@@ -115,3 +115,19 @@ def test_the_state_of_a_meeting_can_be_read() -> None:
     assert [name for name in ("_this_node", "_store", "_state_holder") if f"self.{name} = " not in source] == []
     assert ({}, set()) == (state.participants, state.redundancy_list)
     assert "addr" in inspect.signature(dynamic_rendezvous._NodeDesc).parameters
+
+
+def test_the_list_of_nodes_can_be_renewed_by_a_few() -> None:
+    """The private names exist by which a few agents renew all nodes, and by which nodes take turns to write."""
+    handler = dynamic_rendezvous.DynamicRendezvousHandler
+    source = inspect.getsource(handler)
+    holder = inspect.getsource(dynamic_rendezvous._BackendRendezvousStateHolder)
+
+    assert [
+        name for name in ("_keep_alive", "_start_heartbeats", "_stop_heartbeats") if not hasattr(handler, name)
+    ] == []
+    assert [name for name in ("_op_executor", "_heartbeat_lock") if f"self.{name} = " not in source] == []
+    assert "self._keep_alive()" in inspect.getsource(handler._keep_alive_weak)
+    assert "self._backend.set_state(state_bits, self._token)" in holder
+    assert "self._backend = " in holder
+    assert "self._cache_duration = " in holder

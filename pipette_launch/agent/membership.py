@@ -187,7 +187,7 @@ class Membership:
             raise StoreGone(why)
         try:
             return connected(leader, within_s=HOST_SILENCE_S)
-        except (TimeoutError, RuntimeError) as error:
+        except (OSError, RuntimeError) as error:
             raise StoreGone(f"its agent does not answer ({error})") from error
 
     def _answer(self, leader: Member, desk: AgentStore) -> str:

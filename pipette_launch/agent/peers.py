@@ -111,17 +111,26 @@ class ReachSweep(LostFinder):
 def connected(peer: Member, *, within_s: float) -> Store:
     """Return a client of an agent's store; raises RuntimeError if no store listens at this address.
 
-    Raises TimeoutError if the store does not answer. torch itself would wait for ever for a stopped process, and repeat
-    refused connections for five minutes.
+    Raises TimeoutError if the store does not answer, and other OSErrors if no connection can be opened. torch itself
+    would wait for ever for a stopped process, and repeat refused connections for five minutes.
     """
     ends_s = time.monotonic() + within_s
-    call = call_torch(lambda: TCPStore(peer.address, peer.port, is_master=False, wait_for_workers=False))
-    while not wait([call], RETRY_S).done:
-        if why_unreachable(peer, timeout_s=RETRY_S) == GONE:
-            raise RuntimeError(GONE)
-        if time.monotonic() > ends_s:
-            raise TimeoutError(f"no answer within {within_s:g} s")
-    return call.result()
+    try:
+        idle = socket.create_connection((peer.address, peer.port), timeout=within_s)
+    except ConnectionRefusedError as error:
+        raise RuntimeError(GONE) from error
+    # An idle connection shows the end of the process. Repeated connections would keep the store's only thread busy,
+    # because this thread looks up the name of each client.
+    with idle:
+        ended = select.poll()
+        ended.register(idle, select.POLLIN)
+        call = call_torch(lambda: TCPStore(peer.address, peer.port, is_master=False, wait_for_workers=False))
+        while not wait([call], RETRY_S).done:
+            if ended.poll(0):
+                raise RuntimeError(GONE)
+            if time.monotonic() > ends_s:
+                raise TimeoutError(f"no answer within {within_s:g} s")
+        return call.result()
 
 
 def answers(peer: Member, *, within_s: float) -> bool:
@@ -129,7 +138,7 @@ def answers(peer: Member, *, within_s: float) -> bool:
     try:
         store = connected(peer, within_s=within_s)
         within(within_s, lambda: store.check(["pipette"]))
-    except (TimeoutError, RuntimeError):
+    except (OSError, RuntimeError):
         return False
     return True
 

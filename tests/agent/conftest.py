@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import time
@@ -10,6 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from pipette_launch.agent.signals import STORE_THREAD
+
+# torch's store asks the name service for each client. A name service that limits requests would stop these tests.
+ctypes.CDLL(None)["__nss_configure_lookup"](b"hosts", b"files")
 
 MOST_S = 5.0
 """A call to a process that is stopped takes minutes."""

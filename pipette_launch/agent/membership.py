@@ -356,11 +356,14 @@ class Membership:
 
     def _stop_watching(self) -> None:
         """Stop the threads that look for lost agents. Check agents that are silent or late; report silent agents."""
-        self._out_of_reach |= {peer.token for one in self._finders if (peer := one.stop())}
+        late = [(one, peer) for one in self._finders if (peer := one.stop())]
+        # The kernel of a stopped process accepts connections, so its silence is the only sign.
+        silent = {peer.token for one, peer in late if one.is_silent}
+        self._out_of_reach |= {peer.token for _, peer in late}
         apart = [one for one in self._members if one.token in self._out_of_reach and one != self._own]
         self._out_of_reach = set(unreachable(apart, timeout_s=PROOF_S))
         for peer in apart:
-            if self._round_store is not None and peer.token in self._out_of_reach and peer != self._leader:
+            if self._round_store is not None and peer.token in self._out_of_reach | silent and peer != self._leader:
                 # After this report the first agent waits for the silent agent for PROOF_S, not for HOST_SILENCE_S.
                 self._round_store.say(f"lost/{peer.token}", SILENT)
         self._finders = ()

@@ -49,6 +49,7 @@ class LostFinder(threading.Thread):
         self._is_over = threading.Event()
         self._has_answer = threading.Event()
         self._has_answer.set()
+        self._asked_s = 0.0
         if peers:
             self.start()
 
@@ -57,6 +58,17 @@ class LostFinder(threading.Thread):
         self._is_over.set()
         is_late = not self._has_answer.wait(PROBE_S)
         return self.peer if is_late or self.lost == SILENT else None
+
+    @property
+    def is_silent(self) -> bool:
+        """True if the agent is silent. A request that waited nearly as long counts too, because the round ended it."""
+        waited_s = time.monotonic() - self._asked_s
+        return self.lost == SILENT or (not self._has_answer.is_set() and waited_s > HOST_SILENCE_S - PAUSE_S)
+
+    def _ask(self) -> None:
+        """Note that a request begins."""
+        self._asked_s = time.monotonic()
+        self._has_answer.clear()
 
 
 class PeerWatch(LostFinder):
@@ -67,7 +79,7 @@ class PeerWatch(LostFinder):
     def run(self) -> None:
         """Watch the agent until it is lost. After a fault of this process, connect again."""
         while not (self.lost or self._is_over.wait(RETRY_S)):
-            self._has_answer.clear()
+            self._ask()
             self.lost = self._why_connection_ended(self._peers[0])
         self._has_answer.set()
 
@@ -82,7 +94,7 @@ class PeerWatch(LostFinder):
                 self._has_answer.set()
                 # No agent sends bytes on this connection, so the connection becomes readable only when it is closed.
                 while not (self._is_over.is_set() or ended.poll(1000 * PAUSE_S)):
-                    self._has_answer.clear()
+                    self._ask()
                     within(HOST_SILENCE_S, lambda: store.check(["pipette"]))
                     self._has_answer.set()
         except TimeoutError:
@@ -102,7 +114,7 @@ class ReachSweep(LostFinder):
         for peer in itertools.cycle(self._peers):
             if self.lost or self._is_over.wait(pause_s):
                 return
-            self._has_answer.clear()
+            self._ask()
             # The neighbour of an agent notices the agent's end at once, unless the wire between the two agents is cut.
             self.peer, self.lost = peer, why_unreachable(peer, timeout_s=HOST_SILENCE_S)
             self._has_answer.set()

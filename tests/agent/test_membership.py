@@ -174,13 +174,26 @@ def test_hosts_that_fall_silent_together_are_waited_for_together(cut_wires: Any)
     agents.meet(*range(5))
     cut_wires(agents.all[3]._own.port, agents.all[4]._own.port)
     agents.all[1]._report_lost(agents.all[3]._own, SILENT)
-    found: Any = SimpleNamespace(stop=lambda: agents.all[4]._own)
+    found: Any = SimpleNamespace(stop=lambda: agents.all[4]._own, is_silent=False)
     agents.all[2]._finders = (found,)
     began_s = time.monotonic()
     agents.meet(0, 1, 2)
 
     assert {"node3": SILENT, "node4": SILENT} == agents.lost
     assert time.monotonic() - began_s < HOST_SILENCE_S / 2
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_a_process_that_is_stopped_is_reported_although_its_kernel_answers(is_silent: bool) -> None:
+    """The first agent waits two minutes for an agent that nobody reports. A late answer alone is no report."""
+    agents = Agents(3)
+    agents.meet(0, 1, 2)
+    one, peer = agents.all[2], agents.all[1]._own
+    one._stop_watching()
+    one._finders = (SimpleNamespace(stop=lambda: peer, is_silent=is_silent),)  # type: ignore[assignment]
+    one._stop_watching()
+
+    assert (SILENT if is_silent else None) == one._round_store.peek(f"lost/{peer.token}")  # type: ignore[union-attr]
 
 
 def test_the_smaller_part_of_a_cut_network_ends_together(cut_wires: Any) -> None:

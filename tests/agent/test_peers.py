@@ -20,7 +20,8 @@ import pytest
 from torch.distributed import Store
 
 from pipette_launch.agent import peers
-from pipette_launch.agent.peers import GONE, SILENT, PeerWatch, ReachSweep, why_unreachable
+from pipette_launch.agent.peers import GONE, SILENT, LostFinder, PeerWatch, ReachSweep, why_unreachable
+from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.facts.messages import Member
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
@@ -252,3 +253,15 @@ def test_a_sweep_between_two_attempts_stops_at_once(monkeypatch: pytest.MonkeyPa
 
     assert time.monotonic() - began_s < 0.5
     assert not sweep.lost
+
+
+@pytest.mark.parametrize(("waited_s", "expected"), [(HOST_SILENCE_S, True), (1.0, False)])
+def test_a_request_that_waited_for_nearly_a_silence_counts_as_silence(waited_s: float, expected: bool) -> None:
+    """The round ends with the first silence, so requests to other silent agents never reach their own limit."""
+    finder = LostFinder([])
+    finder._ask()
+    finder._asked_s -= waited_s
+
+    assert expected == finder.is_silent
+    finder._has_answer.set()
+    assert not finder.is_silent

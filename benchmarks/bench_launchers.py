@@ -209,7 +209,7 @@ def start_figures(job: Job) -> dict[str, Any]:
     first = job.times("iteration")
     if not first:
         return {}
-    sizes = {host: memory_of(pid) for host, pid in job.running.items()}
+    sizes = {host: size for host, pid in job.running.items() if (size := memory_of(pid))}
     others = sorted(size for host, size in sizes.items() if host)
     phases = {
         "met_s": (measure or train)[0] - job.began_s,
@@ -218,15 +218,19 @@ def start_figures(job: Job) -> dict[str, Any]:
         "spawned_s": train[-1] - train[0],
         "start_s": first[0] - job.began_s,
     }
-    return phases | {"first_memory": sizes[0], "memory": others[len(others) // 2] if others else None}
+    return phases | {"first_memory": sizes.get(0), "memory": others[len(others) // 2] if others else None}
 
 
-def memory_of(pid: int) -> tuple[float, float, int]:
-    """Return MiB of a process alone, MiB with its share of common pages, and open files."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+def memory_of(pid: int) -> tuple[float, float, int] | None:
+    """Return MiB of a process alone, MiB with its share of common pages, and open files; None if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+        num_files = len([*Path(f"/proc/{pid}/fd").iterdir()])
+    except (ProcessLookupError, FileNotFoundError):
+        return None
     kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
     alone = kib["Private_Dirty"] + kib["Private_Clean"]
-    return alone / 1024, kib["Pss"] / 1024, len([*Path(f"/proc/{pid}/fd").iterdir()])
+    return alone / 1024, kib["Pss"] / 1024, num_files
 
 
 def left_of(job: Job) -> list[str]:

@@ -142,7 +142,12 @@ def test_what_an_agent_brings_along(monkeypatch: pytest.MonkeyPatch, why: str, k
 
     agent = PipetteAgent.__new__(PipetteAgent)
     agent.__dict__.update(
-        _decision=old, _attempt=failed, _is_same_round=False, _membership=SimpleNamespace(has_joined=False), _meet=meet
+        _decision=old,
+        _attempt=failed,
+        _is_same_round=False,
+        _membership=SimpleNamespace(has_joined=False, renewed_ranks=frozenset),
+        _handler=SimpleNamespace(renew=lambda _: None),
+        _meet=meet,
     )
     monkeypatch.setattr(PipetteAgent, "_apply", lambda *_: None)
     monkeypatch.setattr(LocalElasticAgent, "_rendezvous", lambda *_: None)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import subprocess
-import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.netlab.system import KILL_DEADLINE_S, NETNS, LabError, batch, namespaces
+from benchmarks.netlab.system import NETNS, LabError, batch, kill_until_gone, namespaces
 
 GATEWAY = "169.254.1.1"
 ZONES = 4
@@ -109,14 +107,8 @@ class Network:
 
     def kill(self, hosts: Collection[int]) -> None:
         """End all processes of these hosts at once, and wait until they are gone."""
-        wanted, ends_s = set(hosts), time.monotonic() + KILL_DEADLINE_S
-        while left := [pid for pid, host in self.processes().items() if host in wanted]:
-            for pid in left:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            if time.monotonic() > ends_s:
-                raise LabError(f"processes {left} survive SIGKILL")
-            time.sleep(0.01)
+        wanted = set(hosts)
+        kill_until_gone(lambda: [pid for pid, host in self.processes().items() if host in wanted], pause_s=0.01)
 
 
 def _identity(path: Path) -> tuple[int, int]:

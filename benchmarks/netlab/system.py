@@ -94,17 +94,20 @@ def kill_all(wanted: Iterable[str]) -> None:
 
     """
     names = list(wanted)
+    # Zombies have left their namespace, so they do not count.
+    kill_until_gone(lambda: [pid for name in names for pid in inhabitants(name)])
+
+
+def kill_until_gone(processes: Callable[[], list[int]], *, pause_s: float = 0.02) -> None:
+    """Kill the listed processes until the list is empty; LabError after KILL_DEADLINE_S."""
     deadline_s = time.monotonic() + KILL_DEADLINE_S
-    left = [pid for name in names for pid in inhabitants(name)]
-    while left:
+    while left := processes():
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline_s:
             raise LabError(f"processes {left} survive SIGKILL")
-        time.sleep(0.02)
-        # Zombies have left their namespace, so they do not count.
-        left = [pid for name in names for pid in inhabitants(name)]
+        time.sleep(pause_s)
 
 
 def within(namespace: str, action: Callable[[], T]) -> T:

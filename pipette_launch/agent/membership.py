@@ -92,7 +92,7 @@ class Membership:
         return bool(self._members)
 
     def renewed_ranks(self) -> frozenset[int]:
-        """Return the torch ranks that this agent renews: those of all agents for a few agents, else none."""
+        """Return the torch ranks that this agent renews: all ranks for a few agents, and none for the others."""
         renews = self._own in self._members[:RENEWERS]
         return frozenset(self._torch_ranks[member.token] for member in self._members if renews)
 

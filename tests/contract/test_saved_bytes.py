@@ -14,11 +14,11 @@ from newest import CORE, with_gap_since_019
 from packaging.version import Version
 
 from pipette_launch.cost.layers.attention import Attention
-from pipette_launch.cost.layers.delta import Delta
 from pipette_launch.cost.layers.ends import depth_bytes, embedding_bytes
 from pipette_launch.cost.layers.kinds import kind_parameters
 from pipette_launch.cost.layers.mlp import Experts
 from pipette_launch.cost.layers.parameters import stage_parameters
+from pipette_launch.cost.layers.ssm import Delta
 from pipette_launch.facts import GatedDelta, Job, LatentAttention, Layout
 
 ROOT = Path(__file__).parents[2]

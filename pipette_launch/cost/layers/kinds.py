@@ -15,12 +15,11 @@ from pipette_launch.cost.layers.block import (
     has_narrow_copies,
     recompute_modules,
 )
-from pipette_launch.cost.layers.delta import Delta
 from pipette_launch.cost.layers.ends import depth_bytes
-from pipette_launch.cost.layers.mamba import Mamba
 from pipette_launch.cost.layers.mlp import Experts, Mlp
 from pipette_launch.cost.layers.passes import Load, PassLoads, is_captured
 from pipette_launch.cost.layers.sparse import SharedSparse, Sparse
+from pipette_launch.cost.layers.ssm import Delta, Mamba
 from pipette_launch.facts.job import ITERATION, Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import BLOCKS, BlockKind, LayerKind, ModelSpec

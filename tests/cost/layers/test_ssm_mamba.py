@@ -8,8 +8,8 @@ from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.layers.block import residual_bytes
 from pipette_launch.cost.layers.kinds import kind_loads
-from pipette_launch.cost.layers.mamba import Mamba
 from pipette_launch.cost.layers.passes import PassLoads
+from pipette_launch.cost.layers.ssm import Mamba
 from pipette_launch.facts import HybridLayers, Job, Layout
 
 SIZES = HybridLayers(pattern="MM*-", mamba_state_dim=16, mamba_head_dim=8, mamba_num_groups=2, mamba_num_heads=16)

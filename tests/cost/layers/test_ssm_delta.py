@@ -6,8 +6,8 @@ import numpy as np
 from facts_for_tests import DELTA_NET, tiny_job, tiny_model
 
 from pipette_launch.cost.layers.block import residual_bytes
-from pipette_launch.cost.layers.delta import Delta
 from pipette_launch.cost.layers.kinds import kept_bytes
+from pipette_launch.cost.layers.ssm import Delta
 from pipette_launch.facts import Job, Layout, Recompute
 
 

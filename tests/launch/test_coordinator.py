@@ -18,7 +18,7 @@ from pipette_launch import megatron
 from pipette_launch.cost.learned import features_of
 from pipette_launch.facts import Layout, Measurements, Plan, files
 from pipette_launch.facts.messages import Failure
-from pipette_launch.launch import coordinator as deciding
+from pipette_launch.launch import job_plans
 from pipette_launch.launch.cache import CLUSTER, PLAN
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.plan_reports import PAGE, TRACE
@@ -93,7 +93,7 @@ def test_large_files_follow_the_decision(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyError("a stage")])
 def test_a_report_that_fails_costs_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """Any error while drawing is logged; the plan is kept and runs."""
-    monkeypatch.setattr(deciding, "page_of", Mock(side_effect=error))
+    monkeypatch.setattr(job_plans, "page_of", Mock(side_effect=error))
     first = coordinator(tmp_path, options(cache=tmp_path / "cache"))
     warmup = first.decide(records(), None)
     orders = files.loads(WarmupOrder, warmup.probe_options, "orders")

@@ -1,4 +1,4 @@
-"""Plans after an earlier plan ran out of memory."""
+"""Plans of a job after an earlier plan ran out of memory."""
 
 from __future__ import annotations
 

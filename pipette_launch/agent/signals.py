@@ -49,14 +49,8 @@ def end_at_once() -> None:
 
 def scontrol(*words: str) -> str:
     """Return the output of `scontrol`; raises OSError or subprocess.SubprocessError if scontrol is missing or fails."""
-    done = subprocess.run(
-        ["scontrol", *words],  # noqa: S607 - clusters install it in different folders
-        capture_output=True,
-        text=True,
-        timeout=SCONTROL_S,
-        check=True,
-    )
-    return done.stdout
+    command = ["scontrol", *words]  # clusters install it in different folders
+    return subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_S, check=True).stdout
 
 
 LOOK_S = 1.0
@@ -111,11 +105,14 @@ class Termination:
 
     def __init__(self) -> None:
         self._number: int | None = None
+        self.is_held = False
+        """True while torch starts workers: an exception would make torch lose workers that run already."""
 
     def handle(self, number: int, _frame: FrameType | None = None) -> None:
         """Remember a signal and raise SignalException, as torch's handler does."""
         self._number = number
-        self.check()
+        if not self.is_held:
+            self.check()
 
     def check(self) -> None:
         """Raise SignalException if a signal has come."""

@@ -9,11 +9,13 @@ import json
 import os
 import signal
 import sys
+import time
 import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing import api as multiprocessing
 from torch.distributed.run import get_args_parser
 
 from pipette_launch.agent import elastic, trial
@@ -179,9 +181,25 @@ class ScriptedController(Controller):
         return lived_s > self.table.get("trained_after_s", 60.0) or 16 in exit_codes
 
 
+def signal_at_start(ready: Path) -> None:
+    """Signal this process between torch's start of a worker and torch's note of it, once the worker has made a file."""
+    stock = multiprocessing.get_subprocess_handler
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        handler = stock(*args, **kwargs)
+        while not ready.exists():
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGTERM)
+        return handler
+
+    multiprocessing.get_subprocess_handler = start
+
+
 def main() -> None:
     """Run one agent; it ends as the launcher does."""
     table = json.loads(Path(sys.argv[1]).read_text())
+    if "signal_when" in table:
+        signal_at_start(Path(table["signal_when"]))
     args = get_args_parser().parse_args(sys.argv[2:])
     try:
         elastic.run(args, lambda settings: ScriptedController(table, settings, args.max_restarts))

@@ -227,20 +227,27 @@ def test_the_reason_of_a_recorded_exception_is_told(tmp_path: Path) -> None:
     assert "RuntimeError: boom" in text.split("Root Cause")[1]
 
 
-def test_a_signal_reaches_the_workers_before_the_launcher_leaves(tmp_path: Path) -> None:
-    """What workers do and say after the signal (Megatron saves a checkpoint) is waited for and shown."""
+@pytest.mark.parametrize("is_starting", [False, True])
+def test_a_signal_reaches_the_workers_before_the_launcher_leaves(tmp_path: Path, is_starting: bool) -> None:
+    """What workers do and say after the signal (Megatron saves a checkpoint) is waited for and shown.
+
+    Even where the signal comes before torch knows the worker that it has started.
+    """
     script = (
-        "import signal, sys, time\n"
+        "import pathlib, signal, sys, time\n"
         "def end(*_):\n    time.sleep(0.5)\n    print('saved')\n    print('really', file=sys.stderr)\n    sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, end)\n"
         "print('up')\n"
+        "pathlib.Path(sys.argv[1], 'up').touch()\n"
         "time.sleep(60)\n"
     )
-    agent = start(tmp_path, {"warmup": WARMUP, "placements": [[0]]}, {}, script=script)
-    assert agent.stdout is not None
-    assert "up\n" == agent.stdout.readline()
+    moment = {"signal_when": str(tmp_path / "up")} if is_starting else {"warmup": WARMUP}
+    agent = start(tmp_path, {"placements": [[0]], **moment}, {}, script=script)
+    if not is_starting:
+        assert agent.stdout is not None
+        assert "up\n" == agent.stdout.readline()
+        agent.terminate()
 
-    agent.terminate()
     codes, text = finish(agent)
 
     assert [1] == codes

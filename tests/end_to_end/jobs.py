@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,7 +102,12 @@ def pipette(folder: Path, *words: object, **env: str) -> Done:
 
 def warm_pipette(folder: Path, *words: object) -> Done:
     """Run a job under pipette-launch whose processes are all forked from a warm interpreter: it starts sooner."""
-    return finish(_start_warm(folder, warm.command("pipette_launch", *map(str, words))))
+    return finish(start_warm(folder, words))
+
+
+def start_warm(folder: Path, words: Sequence[object]) -> subprocess.Popen[str]:
+    """Start a launcher like that: one of several, or one whose output is read."""
+    return _start_warm(folder, warm.command("pipette_launch", *map(str, words)))
 
 
 def torchrun(folder: Path, *words: object) -> Done:
@@ -167,6 +173,17 @@ def plan_file(folder: Path, made: Plan, name: str = "plan.json") -> Path:
 def workers(launcher: int) -> list[int]:
     """Process ids of a launcher's workers, without the shell that ends them when the launcher is killed."""
     return [child.pid for child in psutil.Process(launcher).children() if child.name() != "sh"]
+
+
+def ranks(folder: Path) -> list[int]:
+    """Process ids of the workers of a job whose folder for temporary files is this, also of one that starts warm."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            variables = process.environ()
+            if "RANK" in variables and variables.get("TMPDIR") == str(folder):
+                found.append(process.pid)
+    return found
 
 
 def left_behind(marker: str) -> list[str]:

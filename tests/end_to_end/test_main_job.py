@@ -9,7 +9,18 @@ from pathlib import Path
 
 import pytest
 from end_to_end import jobs
-from end_to_end.jobs import MODEL, TRAINER, Done, finish, pipette, plan, plan_file, start, torchrun, warm_pipette
+from end_to_end.jobs import (
+    MODEL,
+    TRAINER,
+    Done,
+    finish,
+    pipette,
+    plan,
+    plan_file,
+    start_warm,
+    torchrun,
+    warm_pipette,
+)
 
 from pipette_launch import megatron
 from pipette_launch.facts import Layout, Plan, files
@@ -33,7 +44,7 @@ def planned_arguments(made: Plan, arguments: list[str], world_size: int) -> list
 
 def from_nothing(folder: Path, nproc: int, run: Callable[..., Done] = pipette) -> Done:
     """A job that measures, plans and trains."""
-    return run(folder, f"--nproc-per-node={nproc}", "--pipette-budget=20", TRAINER, *MODEL, *STEPS)
+    return run(folder, f"--nproc-per-node={nproc}", "--pipette-budget=10", TRAINER, *MODEL, *STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +78,7 @@ def test_measures_plans_and_trains_as_torchrun_would(
 def test_the_second_start_skips_the_warmup(on_two: tuple[Path, Done]) -> None:
     """A cached plan is used as it is, and a run of more than twenty iterations leaves an outcome."""
     folder, first = on_two
-    second = pipette(folder, "--nproc-per-node=2", TRAINER, *MODEL, "--train-iters", "21")
+    second = warm_pipette(folder, "--nproc-per-node=2", TRAINER, *MODEL, "--train-iters", "21")
 
     assert (0, 0) == (first.code, second.code), first.err + second.err
     assert "measuring" in first.err
@@ -84,7 +95,7 @@ def test_two_agents_with_a_permuted_placement(tmp_path: Path) -> None:
     hosts = ("here@127.0.0.1#1", "here@127.0.0.1#2")
     path = plan_file(tmp_path, plan(layout, [1, 0], hosts=hosts))
     flags = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{jobs.free_port()}"]
-    agents = [start(tmp_path, [*flags, f"--pipette-plan={path}", TRAINER, *MODEL, *STEPS]) for _ in range(2)]
+    agents = [start_warm(tmp_path, [*flags, f"--pipette-plan={path}", TRAINER, *MODEL, *STEPS]) for _ in range(2)]
 
     placed = [finish(agent) for agent in agents]
     plain = torchrun(
@@ -103,7 +114,7 @@ def test_a_killed_worker_costs_a_restart_and_nothing_else(tmp_path: Path) -> Non
     """After a SIGKILL in the middle of training the job goes on under the same plan and ends well."""
     path = plan_file(tmp_path, plan(Layout(pp=2, dp=1, micro_batch_size=1), [1, 0]))
     words = ["--nproc-per-node=2", "--max-restarts=2", f"--pipette-plan={path}", TRAINER, *MODEL, "--train-iters", "60"]
-    agent = start(tmp_path, words)
+    agent = start_warm(tmp_path, words)
     assert agent.stdout is not None
     out = ""
     while "iteration        3/" not in out:
@@ -111,7 +122,7 @@ def test_a_killed_worker_costs_a_restart_and_nothing_else(tmp_path: Path) -> Non
         assert line, "the job ended before its third iteration"
         out += line
 
-    os.kill(jobs.workers(agent.pid)[0], signal.SIGKILL)
+    os.kill(jobs.ranks(tmp_path)[0], signal.SIGKILL)
     done = finish(agent)
 
     assert 0 == done.code, done.err
@@ -125,7 +136,7 @@ def test_a_refused_layout_ends_in_the_users_own_configuration(tmp_path: Path) ->
     odd = [*MODEL, "--num-attention-heads", "1", "--kv-channels", "32"]
     path = plan_file(tmp_path, plan(Layout(tp=2, dp=1), [0, 1]))
 
-    done = pipette(tmp_path, "--nproc-per-node=2", f"--pipette-plan={path}", TRAINER, *odd, *STEPS)
+    done = warm_pipette(tmp_path, "--nproc-per-node=2", f"--pipette-plan={path}", TRAINER, *odd, *STEPS)
 
     assert 0 == done.code, done.err
     assert 4 == len(done.losses)

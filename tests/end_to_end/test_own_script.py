@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from end_to_end.jobs import MODEL, ROOT, TRAINER, Done, finish, pipette, start
+from end_to_end.jobs import MODEL, ROOT, TRAINER, Done, finish, pipette, start, warm_pipette
 
 from pipette_launch.facts import Measurements, files
 
@@ -83,7 +83,9 @@ PARTS = {
 
 def measured(folder: Path, script: Path, *words: str) -> tuple[Done, Measurements]:
     """Run a job for two iterations, and return its measurements."""
-    done = pipette(folder, "--nproc-per-node=2", "--pipette-budget=3", *words, script, *MODEL, "--train-iters", "2")
+    done = warm_pipette(
+        folder, "--nproc-per-node=2", "--pipette-budget=3", *words, script, *MODEL, "--train-iters", "2"
+    )
     assert 0 == done.code, done.err
     return done, files.read(next(folder.glob("cache/pipette-launch/*/cluster.json")), Measurements)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from end_to_end import jobs
-from end_to_end.jobs import MODEL, TRAINER, finish, pipette, plan, plan_file, start, torchrun
+from end_to_end.jobs import MODEL, TRAINER, finish, plan, plan_file, start_warm, torchrun, warm_pipette
 
 from pipette_launch.facts import Layout, Plan
 from pipette_launch.facts.schedule import ScheduleFile, interleaved_zero_bubble
@@ -40,7 +40,7 @@ def test_two_nodes_train_under_a_plans_schedule(tmp_path: Path, stock_losses: li
     """Both get the order, the first step is checked, and the losses are stock's to the printed digit."""
     path = plan_file(tmp_path, with_order(8, hosts=("here@127.0.0.1#1", "here@127.0.0.1#2")))
     flags = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{jobs.free_port()}"]
-    agents = [start(tmp_path, [*flags, f"--pipette-plan={path}", TRAINER, *MODEL, *STEPS]) for _ in range(2)]
+    agents = [start_warm(tmp_path, [*flags, f"--pipette-plan={path}", TRAINER, *MODEL, *STEPS]) for _ in range(2)]
 
     done = [finish(agent) for agent in agents]
 
@@ -56,7 +56,7 @@ def test_a_schedule_for_other_steps_gives_way_to_megatrons_own(
     """The order is for 4 micro-batches and a step has 8: the patch says so, and the next candidate trains."""
     path = plan_file(tmp_path, with_order(4))
 
-    done = pipette(tmp_path, "--nproc-per-node=2", f"--pipette-plan={path}", TRAINER, *MODEL, *STEPS)
+    done = warm_pipette(tmp_path, "--nproc-per-node=2", f"--pipette-plan={path}", TRAINER, *MODEL, *STEPS)
 
     assert 0 == done.code, done.err
     assert "is for 4 micro-batches a step; this one has 8" in done.err

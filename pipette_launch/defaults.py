@@ -53,6 +53,8 @@ class Deadline(float):
 
 COLD_RANKS_PER_S = 16.0
 """A cold file system serves ranks one after the other: imports of 4,096 ranks may end 256 s apart."""
+REPORTED_RANKS_PER_S = 4096.0
+"""Reports of all hosts, or a decision for all hosts, pass through one launcher (`tests/test_defaults.py`)."""
 
 # The rendezvous: torch's own limits are in `agent/rendezvous.py`.
 NAME_S = Deadline(5.0, "the name service to find the host of the rendezvous", "the launcher tries again")
@@ -90,8 +92,18 @@ WORKER_WAIT_S = Deadline(
 )
 SIGN_S = Deadline(60.0, "the next progress message of a warm-up worker", "a worker without computation counts as hung")
 ADVISER_START_S = Deadline(30.0, "the adviser, beside its search", "standard groups are measured")
-ALARM_REPORT_S = Deadline(5.0, "another launcher's report after a failed warm-up", "its host counts as gone")
-VERDICT_S = Deadline(10.0, "the first launcher's cause of a failed warm-up", "each launcher names a cause itself")
+ALARM_REPORT_S = Deadline(
+    5.0,
+    "another launcher's report after a failed warm-up",
+    "its host counts as gone",
+    ranks_per_s=REPORTED_RANKS_PER_S,
+)
+VERDICT_S = Deadline(
+    10.0,
+    "the first launcher's cause of a failed warm-up",
+    "each launcher names a cause itself",
+    ranks_per_s=REPORTED_RANKS_PER_S,
+)
 
 # Trials and schedules.
 FIRST_ITERATION_S = Deadline(
@@ -99,6 +111,8 @@ FIRST_ITERATION_S = Deadline(
 )
 HUNG_S = Deadline(120.0, "the next iteration of a trial, or 20 predicted steps", "the trial counts as failed")
 TRIAL_REPORT_S = Deadline(75.0, "another launcher to end the workers of a trial", "its host is left out")
-NEXT_S = Deadline(120.0, "the first launcher's decision after a trial", "the launcher ends")
+NEXT_S = Deadline(
+    120.0, "the first launcher's decision after a trial", "the launcher ends", ranks_per_s=REPORTED_RANKS_PER_S
+)
 PASS_S = Deadline(120.0, "one pass of a schedule that Megatron lacks", "the worker ends with the pass's name")
 ABSTRACT_S = Deadline(300.0, "abstract execution on a CPU", "the command ends with an error")

@@ -97,7 +97,8 @@ class TrialRun(PhaseBeforeTraining):
             self._end(processes)
             if store.is_coordinator:
                 self._decide()
-            text = store.take(f"{key}/next", what="the decision after the trial", deadline_s=NEXT_S)
+            next_s = NEXT_S.of(sum(self._decision.num_slots))
+            text = store.take(f"{key}/next", what="the decision after the trial", deadline_s=next_s)
         except RoundOver:
             self._kill(processes)
             raise

@@ -332,7 +332,7 @@ class Warmup(PhaseBeforeTraining):
         store, decision, token = self._round_store, self._decision, self._token
         store.put("warmup-alarm", "yes")
         time.sleep(SETTLE_S)
-        host = decision.hosts[decision.tokens.index(token)]
+        host, num_ranks = decision.hosts[decision.tokens.index(token)], sum(decision.num_slots)
         first_slot = min(decision.ranks_of(token))
         report = NodeReport(
             workers=tuple(self._state(local, processes[local], host, first_slot) for local in sorted(processes)),
@@ -341,10 +341,12 @@ class Warmup(PhaseBeforeTraining):
         store.put(f"warmup-report/{token}", files.dumps(report))
         try:
             if token == decision.tokens[0]:
-                found, absent = reports(store, decision, NodeReport, prefix="warmup-report", patience_s=ALARM_REPORT_S)
+                patience_s = ALARM_REPORT_S.of(num_ranks)
+                found, absent = reports(store, decision, NodeReport, prefix="warmup-report", patience_s=patience_s)
                 store.put("warmup-absent", " ".join(absent))
                 store.put("warmup-failed", judge(found, absent, waited_s=waited_s))
-            self.failure = store.take("warmup-failed", what="why the warm-up failed", deadline_s=VERDICT_S)
+            verdict_s = VERDICT_S.of(num_ranks)
+            self.failure = store.take("warmup-failed", what="why the warm-up failed", deadline_s=verdict_s)
             self.absent = tuple((store.peek("warmup-absent") or "").split())
         except ClusterError:
             self.absent = decision.hosts[:1]

@@ -25,7 +25,7 @@ from torch.distributed import HashStore, TCPStore
 from pipette_launch.agent import warmup
 from pipette_launch.agent.store import RoundOver, RoundStore
 from pipette_launch.agent.warmup import NodeReport, Warmup, WorkerState, judge
-from pipette_launch.defaults import START_S
+from pipette_launch.defaults import START_S, Deadline
 from pipette_launch.facts.messages import Decision
 from pipette_launch.probe.messages import Sign, last_error, last_sign, wait_s
 
@@ -352,7 +352,7 @@ def test_those_who_are_done_hear_of_a_failure(tmp_path: Path) -> None:
 
 def test_a_node_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No agent there answers: the others do not wait for it in training."""
-    monkeypatch.setattr(warmup, "ALARM_REPORT_S", 1.0)
+    monkeypatch.setattr(warmup, "ALARM_REPORT_S", Deadline(1.0, "", ""))
     with nodes(tmp_path, "closed alone", "waits", "well", "well") as made:
         watch(made[:1])
 
@@ -363,7 +363,7 @@ def test_a_node_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_first_node_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others expect its verdict for a while, and then judge for themselves."""
-    monkeypatch.setattr(warmup, "VERDICT_S", 1.0)
+    monkeypatch.setattr(warmup, "VERDICT_S", Deadline(1.0, "", ""))
     with nodes(tmp_path, "well", "well", "waits", "closed alone") as made:
         watch(made[1:])
 

@@ -93,10 +93,7 @@ WORKER_WAIT_S = Deadline(
 SIGN_S = Deadline(60.0, "the next progress message of a warm-up worker", "a worker without computation counts as hung")
 ADVISER_START_S = Deadline(30.0, "the adviser, beside its search", "standard groups are measured")
 ALARM_REPORT_S = Deadline(
-    5.0,
-    "another launcher's report after a failed warm-up",
-    "its host counts as gone",
-    ranks_per_s=REPORTED_RANKS_PER_S,
+    5.0, "another launcher's report after a failed warm-up", "its host counts as gone", ranks_per_s=REPORTED_RANKS_PER_S
 )
 VERDICT_S = Deadline(
     10.0,

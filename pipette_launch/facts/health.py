@@ -71,16 +71,7 @@ class DeviceCondition:
 
 
 VerdictKind = Literal[
-    "busy",
-    "throttled",
-    "ecc",
-    "remapped-rows",
-    "nvlink",
-    "pcie",
-    "nic",
-    "slow-device",
-    "slow-host",
-    "slow-link",
+    "busy", "throttled", "ecc", "remapped-rows", "nvlink", "pcie", "nic", "slow-device", "slow-host", "slow-link"
 ]
 
 

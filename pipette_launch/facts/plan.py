@@ -354,10 +354,7 @@ def refit(plan: Plan, hosts: Sequence[str]) -> Plan | None:
         chosen, *others = (replace(one, is_order_checked=False) for one in (taken.chosen, *taken.alternatives))
         taken = replace(taken, chosen=chosen, alternatives=tuple(others))
     return replace(
-        taken,
-        hosts=placed,
-        templates=not_taken,
-        other_hosts=tuple(host for host in known if host not in placed),
+        taken, hosts=placed, templates=not_taken, other_hosts=tuple(host for host in known if host not in placed)
     )
 
 

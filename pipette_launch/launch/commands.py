@@ -38,13 +38,7 @@ SCHEDULES = "schedules"
 
 
 def probe_options(
-    job: Job,
-    hosts: tuple[Host, ...],
-    *,
-    options: Options,
-    folder: Path,
-    known: Path | None,
-    num_training: int,
+    job: Job, hosts: tuple[Host, ...], *, options: Options, folder: Path, known: Path | None, num_training: int
 ) -> WarmupOrder:
     """Return the options of a warm-up; raises UsageError if the file of --pipette-probe cannot be written.
 

@@ -217,14 +217,7 @@ def best_plan(
 
 
 def with_setting(
-    plan: Plan,
-    job: Job,
-    measurements: Measurements,
-    *,
-    script: str,
-    dialect: Dialect,
-    machines: str,
-    network: str = "",
+    plan: Plan, job: Job, measurements: Measurements, *, script: str, dialect: Dialect, machines: str, network: str = ""
 ) -> Plan:
     """Store job, machines and flags in the plan, so that the plan file can be shown and compared without other files.
 

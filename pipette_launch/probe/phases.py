@@ -47,16 +47,7 @@ from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.verdicts import device_verdicts, faults_first, link_verdicts
 from pipette_launch.probe.links import collectives, pairs
 from pipette_launch.probe.links.fits import EarlierLinks, FoundLinks, LinkBook, found_links, group_times, host_fits
-from pipette_launch.probe.links.selection import (
-    Line,
-    Lines,
-    Measure,
-    Pair,
-    Round,
-    Survey,
-    most_rounds,
-    survey,
-)
+from pipette_launch.probe.links.selection import Line, Lines, Measure, Pair, Round, Survey, most_rounds, survey
 from pipette_launch.probe.lockstep import Budget, Lockstep
 from pipette_launch.probe.messages import LinkSamples, WarmupOrder, WorkerResult, joined
 from pipette_launch.text import hertz_text, listed, plural, rate_text
@@ -171,11 +162,7 @@ class Phases:
         kept_bytes = self._mine.overhead.workspace_bytes
         with self.progress.during("stages"):
             bench = StageBench(
-                options=self.options,
-                slot=self.rank,
-                meter=self.meter,
-                script=self.script,
-                workspace_bytes=kept_bytes,
+                options=self.options, slot=self.rank, meter=self.meter, script=self.script, workspace_bytes=kept_bytes
             )
             bench.measure(self._stages, self.lockstep, self.budget)
         self._mine = joined(self._mine, bench.found)
@@ -249,11 +236,7 @@ class Phases:
             )
 
         sent, found = in_step(
-            self.lockstep,
-            meter.measure,
-            lambda links: lines_of(links, options),
-            decide,
-            patience_s=ADVICE_PATIENCE_S,
+            self.lockstep, meter.measure, lambda links: lines_of(links, options), decide, patience_s=ADVICE_PATIENCE_S
         )
         self._mine = self._mine.plus(links=sent)
         if found is not None and found.passes:

@@ -150,13 +150,7 @@ def command_words(plan: Plan, target: Target) -> str:
 
 
 def order_screen(
-    plan: Plan,
-    target: Target,
-    found: dict[str, str],
-    *,
-    steps_s: tuple[float, ...] | None,
-    unpriced: str,
-    folder: str,
+    plan: Plan, target: Target, found: dict[str, str], *, steps_s: tuple[float, ...] | None, unpriced: str, folder: str
 ) -> str:
     """Draw the order of a plan under a launcher. Files, command and flags to paste stand below the frame.
 

@@ -162,12 +162,7 @@ class SearchInputs:
         return None if max(self.predictor.peaks(self.job.own)) <= self.limit_bytes(self.job.own) else OVER_MEMORY
 
     def price(
-        self,
-        one: Promising,
-        *,
-        is_late: IsLate,
-        beat_s: float = float("inf"),
-        carried: Placement | None = None,
+        self, one: Promising, *, is_late: IsLate, beat_s: float = float("inf"), carried: Placement | None = None
     ) -> Candidate | Promising:
         """Price a layout in torchrun's order and at its best start placement.
 

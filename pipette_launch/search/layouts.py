@@ -275,12 +275,7 @@ class BaseLayouts:
 
 
 def base_layouts(
-    job: Job,
-    *,
-    world_size: int,
-    device_kind: str,
-    domains: Domains,
-    table: ComputeTable | None = None,
+    job: Job, *, world_size: int, device_kind: str, domains: Domains, table: ComputeTable | None = None
 ) -> BaseLayouts:
     """List the legal degrees, layer splits and micro-batches of a job.
 

@@ -349,12 +349,7 @@ class DotProductAttention(torch.nn.Module):
     """Transformer Engine's `DotProductAttention` for causal self-attention on (s, b, heads, channels)."""
 
     def __init__(
-        self,
-        *,
-        attention_dropout: float = 0.0,
-        cp_group: Any = None,
-        cp_comm_type: str = "p2p",
-        **_kernel_options: Any,
+        self, *, attention_dropout: float = 0.0, cp_group: Any = None, cp_comm_type: str = "p2p", **_kernel_options: Any
     ) -> None:
         super().__init__()
         self.backend = _backend[0]

@@ -225,11 +225,7 @@ TABLE = (
     excludes("multi_latent_attention qk_l2_norm"),
     excludes("moe_latent_size moe_shared_expert_overlap"),
     needs("moe_latent_size", "--num-experts"),
-    needs(
-        "experimental_attention_variant",
-        "--transformer-impl transformer_engine",
-        when=lambda f: not f.is_hybrid,
-    ),
+    needs("experimental_attention_variant", "--transformer-impl transformer_engine", when=lambda f: not f.is_hybrid),
     needs(
         "experimental_attention_variant", "--multi-latent-attention", when=lambda f: _is_sparse(f) and not f.is_hybrid
     ),

@@ -367,9 +367,7 @@ def _fills(problem: SchedulingProblem) -> int:
 
 
 def _ranked(
-    problem: SchedulingProblem,
-    orders: Callable[[SchedulingProblem], Iterable[PassOrder]],
-    choices: Sequence[Choice],
+    problem: SchedulingProblem, orders: Callable[[SchedulingProblem], Iterable[PassOrder]], choices: Sequence[Choice]
 ) -> list[tuple[DraftSchedule, Choice]]:
     made = tuple(orders(problem))
     seen: dict[tuple[PassOrder, FillRules], tuple[DraftSchedule, Choice]] = {}

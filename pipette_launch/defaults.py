@@ -68,7 +68,7 @@ LATE_S = Deadline(60.0, "SLURM tasks of a node at the end of the job", "the task
 SCONTROL_S = Deadline(5.0, "an answer of scontrol", "switches and device lists count as unknown")
 
 # Agents.
-HOST_SILENCE_S = Deadline(8.0, "any answer of another launcher", "its host counts as lost")
+HOST_SILENCE_S = Deadline(6.0, "any answer of another launcher", "its host counts as lost")
 PROBE_S = Deadline(0.5, "one connection to a launcher that is missing at a meeting", "the next attempt")
 PROOF_S = Deadline(1.5, "an answer of a launcher that others believe lost", "its host counts as lost")
 PEER_WAIT_S = Deadline(120.0, "a message of another launcher, which may be ending its workers", "its host is left out")

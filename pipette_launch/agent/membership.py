@@ -118,6 +118,9 @@ class Membership:
         """
         self._stop_watching()
         self._num_meetings += 1
+        if any(one.token not in self._lost for one in self._members[: self._members.index(self._own)]):
+            # The first agent looks for missing agents itself, while it waits for the others.
+            self._report_silent(self._check_reach(self._members))
         while True:
             leader = next(member for member in self._members if member.token not in self._lost)
             if leader == self._own:
@@ -235,6 +238,7 @@ class Membership:
             self._answer_all(arrivals, REJOIN)
             self._members = ()
             raise Rejoin(REJOIN)
+        self._check_reach([member for member in self._members if member.token in arrivals])
         here = tuple(member for member in self._members if member == self._own or member.token in arrivals)
         records = [record if member == self._own else arrivals[member.token].record for member in here]
         held = held or next((arrival.held for arrival in arrivals.values() if arrival.held), None)
@@ -256,7 +260,8 @@ class Membership:
         """Wait until each other agent has come or is known to be lost; return the arrivals by token."""
         arrivals: dict[str, Arrival] = {}
         missed_s: dict[str, float] = {}
-        began_s = probed_s = time.monotonic()
+        began_s = time.monotonic()
+        probed_s = began_s - PROBE_S
         for pause_s in growing_pauses():
             awaited = [one for one in self._members if one != self._own and one.token not in arrivals]
             for member in awaited:
@@ -272,13 +277,16 @@ class Membership:
                 self.leave_behind([member.token for member in missing], "its agent does not answer")
             elif now_s - probed_s > PROBE_S:
                 probed_s = now_s
-                self._probe(missing, missed_s)
+                # Agents that nobody suspects have just begun to end their workers.
+                is_early = now_s - began_s < PROBE_S
+                self._probe([one for one in missing if not is_early or self._is_suspected(one)], missed_s)
             time.sleep(pause_s)
         return arrivals
 
     def _probe(self, missing: Sequence[Member], missed_s: dict[str, float]) -> None:
-        """Mark agents as lost after a long silence; `missed_s` maps a token to the time of the first missed answer."""
-        with ThreadPoolExecutor(min(len(missing), 32)) as pool:
+        """Mark agents as lost after a long silence; `missed_s` maps a token to the begin (s) of the silence."""
+        began_s = time.monotonic()
+        with ThreadPoolExecutor(min(max(len(missing), 1), MOST_AT_ONCE)) as pool:
             found = list(pool.map(self._look_for, missing))
         now_s = time.monotonic()
         for member, (why, lost) in zip(missing, found, strict=True):
@@ -288,12 +296,17 @@ class Membership:
                 self._lost[member.token] = left or why
             elif not (why or lost):
                 missed_s.pop(member.token, None)
-            elif now_s - missed_s.setdefault(member.token, now_s) > (PROOF_S if lost else HOST_SILENCE_S):
+            elif now_s - missed_s.setdefault(member.token, began_s) > (PROOF_S if lost else HOST_SILENCE_S):
                 self._lost[member.token] = lost or why
 
+    def _is_suspected(self, member: Member) -> bool:
+        return member.token in self._out_of_reach or bool(self._reported(member, "lost"))
+
     def _look_for(self, member: Member) -> tuple[str, str]:
-        """Return why an agent is out of reach and why others believe it lost; both are empty if the agent answers."""
+        """Return why an agent is out of reach and why it is believed lost; both are empty if the agent answers."""
         why, lost = why_unreachable(member, timeout_s=PROBE_S), self._reported(member, "lost")
+        if not lost and member.token in self._out_of_reach:
+            lost = why
         # The kernel accepts connections for a stopped process, so check that the agent's store also answers.
         return why, lost if lost and (why or not answers(member, within_s=PROBE_S)) else ""
 
@@ -355,18 +368,24 @@ class Membership:
         return f"the agent at {peer.address}: {why}"
 
     def _stop_watching(self) -> None:
-        """Stop the threads that look for lost agents. Check agents that are silent or late; report silent agents."""
+        """Stop the threads that look for lost agents. Suspect agents that have not answered; report silent agents."""
         late = [(one, peer) for one in self._finders if (peer := one.stop())]
-        # The kernel of a stopped process accepts connections, so its silence is the only sign.
-        silent = {peer.token for one, peer in late if one.is_silent}
         self._out_of_reach |= {peer.token for _, peer in late}
-        apart = [one for one in self._members if one.token in self._out_of_reach and one != self._own]
-        self._out_of_reach = set(unreachable(apart, timeout_s=PROOF_S))
-        for peer in apart:
-            if self._round_store is not None and peer.token in self._out_of_reach | silent and peer != self._leader:
-                # After this report the first agent waits for the silent agent for PROOF_S, not for HOST_SILENCE_S.
-                self._round_store.say(f"lost/{peer.token}", SILENT)
+        # The kernel of a stopped process accepts connections, so its silence is the only sign.
+        self._report_silent([peer for one, peer in late if one.is_silent])
         self._finders = ()
+
+    def _report_silent(self, agents: Sequence[Member]) -> None:
+        """Tell the first agent, which then waits for these agents for PROOF_S, not for HOST_SILENCE_S."""
+        for one in agents:
+            if self._round_store is not None and one != self._leader:
+                self._round_store.say(f"lost/{one.token}", SILENT)
+
+    def _check_reach(self, agents: Sequence[Member]) -> list[Member]:
+        """Try again to reach suspected agents; return the agents that stay out of reach."""
+        suspected = [one for one in agents if one.token in self._out_of_reach and one != self._own]
+        self._out_of_reach = set(unreachable(suspected, timeout_s=PROOF_S))
+        return [one for one in suspected if one.token in self._out_of_reach]
 
 
 def unreachable(agents: Sequence[Member], *, timeout_s: float) -> dict[str, str]:

@@ -20,7 +20,7 @@ from torch.distributed import Store, TCPStore
 
 from pipette_launch.agent.signals import STORE_THREAD
 from pipette_launch.agent.store import call_torch, within
-from pipette_launch.defaults import HOST_SILENCE_S, PROBE_S
+from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.facts.messages import Member
 
 PAUSE_S = 1.0
@@ -54,10 +54,9 @@ class LostFinder(threading.Thread):
             self.start()
 
     def stop(self) -> Member | None:
-        """Stop the thread. Return the agent that is silent, or whose answer to the pending request is late."""
+        """Stop the thread. Return the agent that is silent, or that has not yet answered the pending request."""
         self._is_over.set()
-        is_late = not self._has_answer.wait(PROBE_S)
-        return self.peer if is_late or self.lost == SILENT else None
+        return self.peer if self.lost == SILENT or not self._has_answer.is_set() else None
 
     @property
     def is_silent(self) -> bool:

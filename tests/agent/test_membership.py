@@ -237,7 +237,7 @@ def test_whoever_finds_another_silent_says_so_once(caplog: pytest.LogCaptureFixt
     for _ in range(2):
         agents.all[1]._report_lost(agents.all[0]._own, SILENT)
 
-    assert ["the agent at 127.0.0.1: silent for 8 s; all agents meet"] == caplog.messages
+    assert [f"the agent at 127.0.0.1: {SILENT}; all agents meet"] == caplog.messages
 
 
 def test_an_arrival_that_nobody_received_is_taken_back() -> None:

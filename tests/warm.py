@@ -19,17 +19,17 @@ PATCHED = ("-m", "pipette_patches.run", "--patch", "cpu_backend", "--")
 
 
 @cache
-def _warm() -> WarmPython:
+def python() -> WarmPython:
     """Start the interpreter once; it ends with this process."""
-    python = WarmPython()
-    atexit.register(python.__exit__, None, None, None)
-    python.__enter__()
-    return python
+    made = WarmPython()
+    atexit.register(made.__exit__, None, None, None)
+    made.__enter__()
+    return made
 
 
 def command(module: str, *words: str) -> list[str]:
     """Return the command line of a launcher, all of whose processes are forked."""
-    return [_warm().path, "-m", module, *words]
+    return [python().path, "-m", module, *words]
 
 
 def torchrun(*flags: str, script: Sequence[str | Path]) -> list[str]:

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import fcntl
 import gc
+import importlib
 import io
 import logging
 import os
@@ -19,7 +20,7 @@ import signal
 import sys
 import tempfile
 import threading
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import PathFinder, SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
@@ -80,6 +81,7 @@ def become(request: Request, base: list[str]) -> NoReturn:
     sys.executable, *_ = sys.orig_argv[:] = asked["words"]
     code = 0
     try:
+        customize()
         run(asked["kind"], asked["program"], asked["arguments"])
     except SystemExit as leaving:
         code = exit_code(leaving.code)
@@ -209,6 +211,13 @@ def given_paths() -> list[str]:
     """The folders of PYTHONPATH."""
     given = os.environ.get("PYTHONPATH", "")
     return [os.path.abspath(entry) for entry in given.split(os.pathsep)] if given else []
+
+
+def customize() -> None:
+    """Import the sitecustomize of PYTHONPATH, as Python does at its start."""
+    if PathFinder.find_spec("sitecustomize", given_paths()) is not None:
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
 
 
 def run(kind: str, program: str, arguments: list[str]) -> None:

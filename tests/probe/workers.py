@@ -11,8 +11,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+import warm
 from facts_for_tests import tiny_cluster, tiny_job
 
+from benchmarks.netlab import compare
 from pipette_launch.facts import ComputeCase, files
 from pipette_launch.probe.messages import LinksOrder, WarmupOrder
 
@@ -85,8 +87,8 @@ def run_workers(
 ) -> Outcome:
     """Start one worker for each slot but the missing ones, and wait for all. The imports of late ones end 8 s later.
 
-    A single one is started as the agent does it. Several are forked from a process that has imported what they share,
-    which on two cores is most of what they do.
+    A single one is started as the agent does it. Several are forked from one process, which is forked from a warm
+    interpreter: on two cores imports are most of what they do.
     """
     order = folder / "options.json"
     files.write(order, options)
@@ -98,8 +100,8 @@ def run_workers(
         return Outcome([done.returncode], [done.stderr])
     path = os.pathsep.join(str(ROOT / one) for one in (".", "patches", "tests"))
     named = [f"{rank}+{LATE_S}" if rank in late else str(rank) for rank in ranks]
-    command = [sys.executable, str(FORKED), str(order), str(store.port), *named]
-    done = _run(command, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path})
+    command = warm.command("pipette_patches.run", *warm.PATCHED[2:], str(FORKED), str(order), str(store.port), *named)
+    done = _run(command, {**compare.environment(), "PYTHONPATH": path})
     assert 0 == done.returncode, done.stderr
     errors = [(folder / f"errors-{rank}").read_text() for rank in ranks]
     return Outcome(json.loads(done.stdout.splitlines()[-1]), errors)

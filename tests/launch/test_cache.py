@@ -18,12 +18,10 @@ from typing import Any
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from launch.worlds import plan
-from search.worlds import named, on_gpus
 
 from pipette_launch.cli.launcher import _cache
-from pipette_launch.errors import FileFormatError, PlanError
-from pipette_launch.facts import ComputeCase, Host, Layout, Plan, Samples, files
-from pipette_launch.facts.co_location import Domains
+from pipette_launch.errors import FileFormatError
+from pipette_launch.facts import ComputeCase, Layout, Plan, Samples, files
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.facts.plan import Shortage
 from pipette_launch.launch.cache import (
@@ -34,14 +32,10 @@ from pipette_launch.launch.cache import (
     Cache,
     MachineMeasurements,
     ShortageFile,
-    adopt,
-    check_belongs,
     distrust,
     inside,
-    kept_together,
     machines_of,
 )
-from pipette_launch.planning.plan_key import plan_key
 
 HOSTS = tiny_cluster().hosts
 MADE = plan(Layout(pp=2, dp=2))
@@ -246,207 +240,6 @@ def test_outcomes_of_a_host_with_a_wrong_clock_are_read(tmp_path: Path, year_s: 
     assert {"k", "other"} == {one.key for one in cache.outcomes(HOSTS[0])}
 
 
-@pytest.mark.parametrize(
-    ("made", "hosts", "expected"),
-    [
-        (plan(Layout(pp=4)), HOSTS[:1], "the plan is for the hosts node0, node1; this job runs on node0"),
-        (plan(Layout(pp=2)), HOSTS, "the plan is for 1 devices a host; this job has 2"),
-    ],
-)
-def test_a_plan_for_other_machines_is_refused(made: object, hosts: tuple[object, ...], expected: str) -> None:
-    """Both sides are named."""
-    with pytest.raises(PlanError) as caught:
-        check_belongs(made, hosts, "mine.json")  # type: ignore[arg-type]
-
-    assert f"mine.json: {expected}" == str(caught.value)
-
-
-def test_a_plan_of_this_very_job_is_taken_without_a_word() -> None:
-    """The key proves that nothing has changed."""
-    made = plan(Layout(pp=2, dp=2))
-
-    adopted, note = adopt(made, tiny_job(), "k", "mine.json")
-
-    assert ("", "file") == (note, adopted.provenance.source)
-    assert made.candidates() == adopted.candidates()
-
-
-def test_a_plan_of_another_job_is_taken_with_a_note() -> None:
-    """The note says that predictions may not hold, and the outcome is filed under this job."""
-    adopted, note = adopt(plan(Layout(pp=2, dp=2), key="../../x"), tiny_job(), "k", "mine.json")
-
-    assert "mine.json was made for another job" in note
-    assert "its key is ../../x, this job's is k" in note
-    assert (note,) == adopted.notes
-    assert "k" == adopted.provenance.key
-
-
-def test_what_the_job_pins_no_plan_changes() -> None:
-    """A chosen layout against a pin is refused, with field, values and reason; an alternative is left out."""
-    job = tiny_job(pinned=("dp", "tp"), notes=("samples are shuffled within each replica: dp stays",))
-
-    with pytest.raises(PlanError) as caught:
-        adopt(plan(Layout(pp=2, dp=2)), job, "k", "mine.json")
-    kept, _ = adopt(plan(Layout(dp=4, micro_batch_size=2), Layout(tp=4)), job, "k", "mine.json")
-
-    assert "mine.json: the plan has dp=2, and this job pins dp=4; pinned are dp, tp, because: samples" in str(
-        caught.value
-    )
-    assert () == kept.alternatives
-
-
-def test_an_own_configuration_of_another_job_is_a_candidate_here() -> None:
-    """The user asked for that plan, so its own configuration becomes one plan among others."""
-    made = plan(Layout(tp=2, dp=2), keeps_own=True)
-
-    adopted, _ = adopt(made, tiny_job(), "k", "mine.json")
-    same, _ = adopt(plan(Layout(dp=4), keeps_own=True), tiny_job(), "k", "mine.json")
-
-    assert (made.chosen,) == adopted.candidates()
-    assert () == same.candidates()
-
-
-def test_the_last_resort_is_this_jobs_own() -> None:
-    """The user's own configuration always comes from the command line and not from the file."""
-    job = tiny_job(own=Layout(tp=2, dp=2))
-
-    adopted, _ = adopt(plan(Layout(pp=4)), job, "k", "mine.json")
-
-    assert (job.own, (0, 1, 2, 3)) == (adopted.own.layout, adopted.own.placement)
-
-
-def swapped(made: Plan, *slots: int) -> Plan:
-    """A plan on GPUs; two slots of its chosen placement have exchanged their ranks."""
-    ranks = list(made.chosen.placement)
-    for one, other in zip(slots[::2], slots[1::2], strict=True):
-        ranks[one], ranks[other] = ranks[other], ranks[one]
-    return replace(made, device_kind="cuda", chosen=replace(made.chosen, placement=tuple(ranks)))
-
-
-def test_what_must_lie_together_no_plan_splits() -> None:
-    """Userbuffers want tensor-parallel groups inside hosts: plans that split them are refused or left out."""
-    job = tiny_job(performance_flags=("--tp-comm-overlap",))
-    made = plan(Layout(tp=2, dp=2), Layout(tp=4), Layout(dp=4))
-
-    kept, _ = adopt(swapped(made, 0, 1), job, "k", "mine.json")
-    with pytest.raises(PlanError) as caught:
-        adopt(swapped(made, 1, 3), job, "k", "mine.json")
-
-    assert [Layout(dp=4)] == [one.layout for one in kept.alternatives]
-    assert (
-        "mine.json: tp2 pp1 dp2 mbs1 cannot run on these hosts in this order: it splits blocks of 2 tensor-parallel "
-        "ranks, and " in str(caught.value)
-    )
-    assert adopt(swapped(made, 1, 3), tiny_job(), "k", "mine.json")
-    assert adopt(replace(swapped(made, 1, 3), device_kind="cpu"), job, "k", "mine.json")
-
-
-def test_domains_count_where_they_are_known() -> None:
-    """Two hosts of two domains cannot hold an expert group of four. Without known domains the plan is taken."""
-    flags = ("--moe-flex-dispatcher-backend hybridep", "--moe-token-dispatcher-type flex")
-    model = tiny_model(num_experts=4, moe_layer_freq=(1,) * 4)
-    job = tiny_job(model=model, own=Layout(dp=4, ep=4), performance_flags=flags)
-    made = swapped(plan(Layout(dp=4, ep=4)), 0, 2)
-    apart = Domains.of(named(on_gpus(tiny_cluster()), "GB200-NVL72"))
-
-    assert made == kept_together(made, job, Domains(devices_per_host=2), "it")
-    with pytest.raises(PlanError, match=r"it: .* splits blocks of 2 expert-parallel ranks"):
-        kept_together(swapped(plan(Layout(dp=4, ep=4)), 1, 2), job, apart, "it")
-
-
-GIVEN: dict[str, Any] = {
-    "hosts": HOSTS,
-    "job": tiny_job(),
-    "versions": {"torch": "2.13.0"},
-    "settings": (0.02, 0.08),
-    "environ": {"OMP_NUM_THREADS": "1", "HOME": "/root"},
-}
-
-
-def with_device(**changes: Any) -> tuple[Host, ...]:
-    """Return the hosts with another first device."""
-    first = replace(HOSTS[0], devices=(replace(HOSTS[0].devices[0], **changes), *HOSTS[0].devices[1:]))
-    return (first, *HOSTS[1:])
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"hosts": HOSTS[:1]},
-        {"hosts": (replace(HOSTS[0], name="elsewhere"), HOSTS[1])},
-        {"hosts": (replace(HOSTS[0], cores=99), HOSTS[1])},
-        {"hosts": with_device(uuid="GPU-1")},
-        {"hosts": with_device(memory_total_bytes=9 << 30)},
-        {"job": tiny_job(model=tiny_model(num_layers=8))},
-        {"job": tiny_job(own=Layout(tp=2, dp=2))},
-        {"job": tiny_job(pinned=("tp",))},
-        {"job": tiny_job(performance_flags=("--cross-entropy-loss-fusion",))},
-        {"job": tiny_job(megatron_version="0.15.0")},
-        {"versions": {"torch": "2.12.0"}},
-        {"settings": (0.05, 0.08)},
-        {"environ": {"OMP_NUM_THREADS": "2"}},
-        {"environ": {"OMP_NUM_THREADS": "1", "NCCL_P2P_DISABLE": "1"}},
-    ],
-    ids=lambda changes: str(next(iter(changes))),
-)
-def test_whatever_a_plan_depends_on_is_in_the_key(changes: dict[str, Any]) -> None:
-    """Another machine, model, batch, pin, version, margin or steering variable makes another key."""
-    assert plan_key(**GIVEN) != plan_key(**{**GIVEN, **changes})
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"hosts": HOSTS[::-1]},
-        {"hosts": with_device(memory_free_bytes=1)},
-        {"job": tiny_job(train_iters=77, log_interval=5, notes=("a remark",))},
-        {"environ": {"OMP_NUM_THREADS": "1", "NCCL_DEBUG_FILE": "/tmp/job-17", "SLURM_JOB_ID": "17"}},
-    ],
-    ids=["host order", "free memory", "iterations", "environment"],
-)
-def test_what_changes_from_job_to_job_is_not(changes: dict[str, Any]) -> None:
-    """The order of the hosts, free memory, the number of iterations and log files change no plan."""
-    assert plan_key(**GIVEN) == plan_key(**{**GIVEN, **changes})
-
-
-@pytest.mark.parametrize(
-    ("name", "counts"),
-    [
-        ("CUDA_DEVICE_MAX_CONNECTIONS", True),
-        ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", True),
-        ("CUBLAS_WORKSPACE_CONFIG", True),
-        ("NCCL_P2P_DIRECT_DISABLE", True),
-        ("FI_EFA_USE_DEVICE_RDMA", True),
-        ("FI_PROVIDER", True),
-        ("OFI_NCCL_PROTOCOL", True),
-        ("PYTORCH_ALLOC_CONF", True),
-        ("PYTORCH_CUDA_ALLOC_CONF", True),
-        ("PYTORCH_HIP_ALLOC_CONF", True),
-        ("PYTORCH_NO_CUDA_MEMORY_CACHING", True),
-        ("SHARP_COLL_ENABLE_SAT", True),
-        ("TORCHINDUCTOR_MAX_AUTOTUNE", True),
-        ("TORCHDYNAMO_DISABLE", True),
-        ("TORCH_COMPILE_DISABLE", True),
-        ("NVTE_FUSED_ATTN", True),
-        ("NVSHMEM_IB_ENABLE_IBGDA", True),
-        ("OMP_PROC_BIND", True),
-        ("ONEDNN_MAX_CPU_ISA", True),
-        ("FI_LOG_LEVEL", False),
-        ("ONEDNN_VERBOSE", False),
-        ("TORCHINDUCTOR_CACHE_DIR", False),
-        ("CUDA_MPS_PIPE_DIRECTORY", False),
-        ("CUDA_MPS_LOG_DIRECTORY", False),
-        ("CUDA_VISIBLE_DEVICES", False),
-        ("CUDA_CACHE_PATH", False),
-    ],
-)
-def test_variables_that_change_speed_or_memory_are_in_the_key(name: str, counts: bool) -> None:
-    """Libraries' settings count; folders and logs, which batch systems name after the job, do not."""
-    changed = {**GIVEN, "environ": {**GIVEN["environ"], name: "1"}}
-
-    assert counts == (plan_key(**GIVEN) != plan_key(**changed))
-
-
 def test_keeps_a_plan(tmp_path: Path) -> None:
     """The plan comes back, marked as cached, with its measurements."""
     cache, measured = Cache(tmp_path, "k"), tiny_measurements(tiny_cluster())
@@ -588,7 +381,8 @@ def test_outcomes_of_all_jobs_are_kept_for_like_machines(tmp_path: Path) -> None
 
 def test_outcomes_of_other_machines_are_not_mixed_in(tmp_path: Path) -> None:
     """A GPU with more memory, or more devices, make another machine."""
-    usual, larger = (with_device(kind="cuda", memory_total_bytes=size << 30)[0] for size in (9, 10))
+    gpus = [replace(HOSTS[0].devices[0], kind="cuda", memory_total_bytes=size << 30) for size in (9, 10)]
+    usual, larger = (replace(HOSTS[0], devices=(gpu, *HOSTS[0].devices[1:])) for gpu in gpus)
     Cache(tmp_path, "k").keep_outcome(outcome(), usual)
 
     assert (outcome(),) == Cache(tmp_path, "k").outcomes(usual)

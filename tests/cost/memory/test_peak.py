@@ -1,11 +1,10 @@
-"""Every part of the peak by hand, and properties of all layouts."""
+"""Every part of the peak by hand."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 from hypothesis import assume, given
@@ -15,20 +14,15 @@ from pipette_launch.cost.layers.kinds import kind_parameters
 from pipette_launch.cost.layers.mlp import Mlp
 from pipette_launch.cost.layers.parameters import dummy_gradient_bytes, narrow_weight_bytes, stage_parameters
 from pipette_launch.cost.memory.peak import (
-    NO_MASK,
     MemoryParts,
     folded_peaks,
     kept_by_chunk,
-    mask_notes,
     peak_live_bytes,
     peak_memory_bytes,
-    peak_memory_columns,
     shared_buffer_bytes,
-    without_mask,
 )
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
-from pipette_launch.facts.layout import LayoutColumns, codes_of
 from pipette_launch.facts.schedule import schedule_of
 
 FULL_UNIFORM = Recompute(granularity="full", method="uniform", num_layers=1)
@@ -263,94 +257,6 @@ def test_kinds_add_up_to_the_peak(changes: dict[str, int], expected: dict[str, i
 
     assert parts.by_kind() == {"weights": 1, "gradients": 2, "optimizer": 3, **expected}
     assert sum(parts.by_kind().values()) == parts.total
-
-
-def test_only_the_ends_of_the_pipeline_load_a_mask() -> None:
-    """32 * 32 bytes on the first and the last rank, during a forward pass."""
-    assert [part.mask for part in peak_memory_bytes(with_batch(8), Layout(pp=4))] == [1024, 0, 0, 1024]
-
-
-def test_full_recompute_keeps_the_mask_of_every_live_microbatch() -> None:
-    """Units are called again with it: four micro-batches on the first of four ranks, one on the last."""
-    parts = peak_memory_bytes(with_batch(8), Layout(pp=4, recompute=FULL_UNIFORM))
-
-    assert [part.embedding for part in parts] == [4 * (8 * 32 + 1024), 0, 0, 1024]
-    assert [part.mask for part in parts] == [0, 0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("layout", "live", "loaded_mib"),
-    [
-        (Layout(cp=4), {0: 1}, 80),
-        (Layout(tp=2, cp=2, sequence_parallel=True), {0: 1}, 96),
-        (Layout(pp=4, cp=4), {0: 4, 3: 1}, 80),
-        (Layout(pp=2, cp=2, micro_batch_size=2), {0: 2, 1: 1}, 192),
-        (Layout(pp=2, cp=8, recompute=FULL_UNIFORM), {0: 2, 1: 1}, 72),
-        (Layout(pp=2, cp=8, recompute=Recompute(granularity="selective")), {0: 2, 1: 1}, 72),
-    ],
-)
-def test_the_whole_mask_is_loaded_before_context_parallelism_cuts_it(
-    layout: Layout, live: dict[int, int], loaded_mib: int
-) -> None:
-    """8192 * 8192 bytes a sample and the rank's part, while one micro-batch less is kept than at most."""
-    this = replace(job(seq_length=8192), batch=Batch(global_batch_size=8))
-    for stage, num_live in live.items():
-        one = peak_memory_bytes(this, layout)[stage]
-        kept = (one.activations + one.embedding) // num_live * (num_live - 1)
-
-        assert one.total - one.static - one.buffers == kept + (loaded_mib << 20)
-
-
-@pytest.mark.parametrize("flag", ["--no-create-attention-mask-in-dataloader", "--dataloader-inter-document-masking"])
-def test_no_mask_is_loaded_that_is_not_made(flag: str) -> None:
-    """Megatron makes none with either flag."""
-    this = replace(job(seq_length=8192), performance_flags=(flag,), megatron_version="0.19.0")
-    parts = peak_memory_bytes(this, Layout(cp=4, recompute=FULL_UNIFORM))
-
-    assert [(0, 0)] == [(one.mask, one.loading) for one in parts]
-
-
-@given(st.sampled_from([(2, 2), (2, 4), (4, 2)]), st.integers(1, 4), st.sampled_from([1, 2, 4]))
-def test_an_early_mask_meets_few_live_microbatches(pipeline: tuple[int, int], rounds: int, cp: int) -> None:
-    """The first stage loads beside the bytes kept before its first chunk, by the order of its passes."""
-    pp, vpp = pipeline
-    layout = Layout(pp=pp, vpp=vpp, cp=cp)
-    this = replace(job(seq_length=8192, num_layers=8), batch=Batch(global_batch_size=rounds * pp))
-    one = peak_memory_bytes(this, layout)[0]
-    (kept,) = set(kept_by_chunk(this, layout))
-    most = at_load = live = 0
-    for action in schedule_of(layout, rounds * pp).ranks[0]:
-        at_load = max(at_load, live if action.kind == "F" and action.stage == 0 else 0)
-        live += {"F": 1, "B": -1}[action.kind]
-        most = max(most, live)
-    part = 8192 * 8192 // cp
-    whole = part * (cp + 1) if cp > 1 else part
-
-    assert max(0, whole - (most - at_load) * kept - 8 * 8192 // cp) == one.loading
-    assert max(0, part - (most - at_load - 1) * kept) == one.mask
-
-
-@pytest.mark.parametrize(
-    ("version", "layout", "expected"),
-    [
-        ("0.16.1", Layout(pp=2, vpp=2), [4, 1]),
-        ("0.14.0", Layout(pp=2, vpp=2), [5, 3]),
-        ("0.14.0", Layout(pp=4), [4, 0, 0, 1]),
-        ("0.16.1", Layout(pp=4, layers_per_chunk=(2, 1, 1, 0), chunks_after_mtp=1), [4, 0, 2, 1]),
-        ("0.16.1", Layout(pp=2, layers_per_chunk=(4, 0), chunks_after_mtp=1), [4, 1]),
-    ],
-)
-def test_recompute_keeps_the_mask_wherever_it_is_loaded(version: str, layout: Layout, expected: list[int]) -> None:
-    """On both ends, before 0.15 for all their chunks, and on the stage of multi-token prediction."""
-    this = replace(job(mtp_num_layers=1 if layout.chunks_after_mtp else 0), megatron_version=version)
-    asked = replace(layout, recompute=FULL_UNIFORM)
-    parts = peak_memory_bytes(replace(this, batch=Batch(global_batch_size=8)), asked)
-    bare = replace(this, performance_flags=("--no-create-attention-mask-in-dataloader",))
-    without = peak_memory_bytes(replace(bare, batch=Batch(global_batch_size=8)), asked)
-
-    assert [1024 * live for live in expected] == [
-        one.embedding - two.embedding for one, two in zip(parts, without, strict=True)
-    ]
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
@@ -608,225 +514,3 @@ def test_the_first_rank_holds_both_ends_and_nothing_is_lost() -> None:
     assert folded[0].head == stock[-1].head
     assert folded[0].embedding == stock[0].embedding
     assert {0} == {each.head for each in folded[1:]}
-
-
-RESET = "--reset-attention-mask"
-
-
-def mask_job(*flags: str, **changes: object) -> Job:
-    """A small model with sequences of 64 Ki tokens, whose mask has 4 GiB."""
-    model = {
-        "params_dtype": "bf16",
-        "transformer_impl": "transformer_engine",
-        "attention_backend": "flash",
-        "seq_length": 1 << 16,
-        "max_position_embeddings": 1 << 16,
-    }
-    return replace(
-        tiny_job(model=tiny_model(**(model | changes))),
-        performance_flags=flags,
-        batch=Batch(global_batch_size=16),
-    )
-
-
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        (Layout(), "4.00 GiB a micro-batch, goes whole to the device: with the mask the tensors of stage 0 need "),
-        (Layout(cp=8, micro_batch_size=2), "8.00 GiB a micro-batch, goes whole to the device before context parallel"),
-        (Layout(pp=2, cp=2), "4.00 GiB a micro-batch, goes whole to the device before context parallelism cuts it"),
-    ],
-)
-def test_a_large_mask_is_named(layout: Layout, expected: str) -> None:
-    """Its bytes, the stage, the flag, and 8 bytes an entry of host memory for each worker of a data loader."""
-    (note,) = mask_notes(mask_job(), layout)
-
-    assert f"The data loader's attention mask, {expected}" in note
-    assert f"{NO_MASK} leaves the mask out" in note
-    assert "each of the 2 workers of a data loader needs 32.00 GiB of host memory" in note
-
-
-@pytest.mark.parametrize(
-    "small",
-    [
-        mask_job(NO_MASK),
-        mask_job(seq_length=512),
-        mask_job("--dataloader-inter-document-masking"),
-        mask_job(num_layers=64, seq_length=256),
-    ],
-)
-def test_a_mask_that_adds_nothing_is_not_named(small: Job) -> None:
-    """Data loaders that make none, and short sequences."""
-    newest = replace(small, megatron_version="0.19.0")
-
-    assert mask_notes(newest, Layout(tp=2, cp=2)) == ()
-
-
-@pytest.mark.parametrize(
-    ("changes", "flags", "is_read"),
-    [
-        ({}, (), False),
-        ({}, (RESET,), False),
-        ({"attention_backend": "unfused"}, (), False),
-        ({"attention_backend": "unfused"}, (RESET,), True),
-        ({"transformer_impl": "local", "attention_backend": "local"}, (RESET,), True),
-    ],
-)
-def test_the_flag_is_advised_where_no_attention_reads_the_mask(
-    changes: dict[str, object], flags: tuple[str, ...], is_read: bool
-) -> None:
-    """Unfused attention reads the documents that a mask separates; it needs no other mask than the causal one."""
-    assert is_read == (without_mask(mask_job(*flags, **changes)) is None)
-
-
-def test_a_job_without_a_mask_has_none_to_leave_out() -> None:
-    """Nothing is proposed twice."""
-    bare = without_mask(mask_job())
-
-    assert bare
-    assert (NO_MASK,) == bare.performance_flags
-    assert without_mask(bare) is None
-
-
-@pytest.mark.parametrize(
-    ("flags", "version", "expected"),
-    [
-        (("--sft",), "0.16.1", True),
-        (("--sft",), "0.20.0", True),
-        (("--sft",), "0.15.0", False),
-        (("--sft", NO_MASK), "0.16.1", False),
-        ((), "0.16.1", False),
-    ],
-)
-def test_a_data_set_that_makes_no_mask_is_named(flags: tuple[str, ...], version: str, expected: bool) -> None:
-    """From 0.16 on the data set for supervised fine-tuning asserts that no mask is made."""
-    short = replace(mask_job(*flags, seq_length=512), megatron_version=version)
-    notes = mask_notes(short, Layout())
-
-    assert expected == any("With --sft the first sample ends the job" in note for note in notes)
-
-
-RECOMPUTES = (
-    Recompute(granularity="none"),
-    Recompute(granularity="selective", modules=("mlp", "moe_act")),
-    Recompute(granularity="selective"),
-    Recompute(granularity="full", method="uniform", num_layers=1),
-    Recompute(granularity="full", method="uniform", num_layers=3),
-    Recompute(granularity="full", method="block", num_layers=1),
-)
-MODELS: tuple[dict[str, object], ...] = (
-    {"hidden_dropout": 0.1, "attention_dropout": 0.1, "attention_backend": "unfused"},
-    {"transformer_impl": "local", "untie_embeddings_and_output_weights": True},
-    {"mtp_num_layers": 1, "gated_linear_unit": True, "num_query_groups": 2, "attention_backend": "flash"},
-    {"num_experts": 4, "moe_layer_freq": (0, 1, 1, 1, 0, 1, 1, 1), "moe_ffn_hidden_size": 128},
-    {"num_experts": 4, "moe_layer_freq": (1,) * 8, "moe_ffn_hidden_size": 128, "add_bias_linear": False},
-)
-FLAGS = (
-    (),
-    ("--defer-embedding-wgrad-compute", "--wgrad-deferral-limit 2", "--fp8-format hybrid"),
-    ("--fp32-residual-connection", "--num-distributed-optimizer-instances 2", "--no-gradient-accumulation-fusion"),
-)
-CUTS = {2: (3, 5), 4: (1, 3, 2, 2), 8: (0, 1, 1, 2, 1, 1, 2, 0)}
-
-
-def long_job(model: dict[str, object], flags: tuple[str, ...] = ()) -> Job:
-    """A bf16 job of eight layers and 48 samples."""
-    base = {"params_dtype": "bf16", "transformer_impl": "transformer_engine", "num_layers": 8, "vocab_size": 250}
-    this = tiny_job(model=tiny_model(**(base | model)), performance_flags=flags)
-    return replace(this, batch=Batch(global_batch_size=48))
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    """Any layout of eight layers and 48 samples."""
-    pp, vpp = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (2, 4), (4, 2)]))
-    tp = draw(st.sampled_from([1, 2, 4]))
-    dp = draw(st.sampled_from([1, 2, 4] if pp <= 4 else [1, 2]))
-    uneven = pp * vpp in CUTS and draw(st.booleans())
-    return Layout(
-        tp=tp,
-        pp=pp,
-        dp=dp,
-        cp=draw(st.sampled_from([1, 2])),
-        ep=draw(st.sampled_from([1, 2] if dp % 2 == 0 else [1])),
-        etp=draw(st.sampled_from([1, tp])),
-        vpp=vpp,
-        layers_per_chunk=CUTS[pp * vpp] if uneven else (),
-        chunks_after_mtp=draw(st.integers(0, pp - 1)),
-        micro_batch_size=draw(st.sampled_from([1, 3])),
-        sequence_parallel=draw(st.booleans()),
-        use_distributed_optimizer=draw(st.booleans()),
-        recompute=draw(st.sampled_from(RECOMPUTES)),
-    )
-
-
-@given(st.sampled_from(MODELS), st.sampled_from(FLAGS), st.lists(layouts(), min_size=1, max_size=12))
-def test_columns_equal_single_layouts(model: dict[str, object], flags: tuple[str, ...], rows: list[Layout]) -> None:
-    """Every part on every stage is the same alone and among other layouts."""
-    this = long_job(model, flags)
-
-    columns = peak_memory_columns(this, LayoutColumns.of(rows))
-
-    expected = [peak_memory_bytes(this, layout) for layout in rows]
-    assert expected == [columns.of(row) for row in range(len(rows))]
-    assert [part.total for parts in expected for part in parts] == columns.parts_S.total.tolist()
-    assert tuple(tuple(part.total for part in parts) for parts in expected) == columns.totals()
-
-
-def test_stages_are_numbered() -> None:
-    """Two layouts of one and of three stages."""
-    columns = peak_memory_columns(long_job({"num_layers": 9}), LayoutColumns.of([Layout(), Layout(pp=3)]))
-
-    assert columns.starts_N.tolist() == [0, 1]
-    assert [1, 3] == [len(columns.of(row)) for row in range(2)]
-
-
-def test_no_layouts() -> None:
-    """Nothing in, nothing out."""
-    columns = peak_memory_columns(long_job({}), LayoutColumns.of([]))
-
-    assert columns.parts_S.total.tolist() == []
-    assert columns.totals() == ()
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (Layout(dp=5), "48 is not divisible by micro_batch_size\\*dp = 1\\*5"),
-        (Layout(pp=3), "8 layers do not divide into pp\\*vpp = 3\\*1"),
-        (Layout(pp=2, layers_per_chunk=(1, 2)), "sums to 3, not to 8"),
-    ],
-)
-def test_an_impossible_row(bad: Layout, message: str) -> None:
-    """The error is the same as for the layout alone."""
-    with pytest.raises(LayoutError, match=message):
-        peak_memory_columns(long_job({}), LayoutColumns.of([Layout(), bad]))
-
-
-@given(st.lists(layouts(), min_size=1, max_size=5))
-def test_columns_give_their_layouts_back(rows: list[Layout]) -> None:
-    """Row by row, and any choice of rows."""
-    columns = LayoutColumns.of(rows)
-
-    assert rows == [columns.layout(row) for row in range(len(columns))]
-    assert columns.take(np.array([len(rows) - 1])).layout(0) == rows[-1]
-
-
-def test_bad_columns() -> None:
-    """Columns of other lengths or types, and indices that point nowhere, are refused with the column's name."""
-    good = LayoutColumns.of([Layout()])
-
-    with pytest.raises(LayoutError, match="column dp"):
-        replace(good, dp=np.array([1, 2]))
-    with pytest.raises(LayoutError, match="column vpp is float64"):
-        replace(good, vpp=np.array([1.0]))
-    with pytest.raises(LayoutError, match="column recompute has indices 1 to 1 into 1 entries"):
-        replace(good, recompute=np.array([1]))
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1 << 40), st.integers(0, 1 << 40)), min_size=1, max_size=9))
-def test_codes_tell_rows_apart(rows: list[tuple[int, int, int]]) -> None:
-    """Equal rows have equal codes, different ones different codes, however wide the columns are."""
-    codes = codes_of([np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)]).tolist()
-
-    assert [[one == other for other in rows] for one in rows] == [[one == other for other in codes] for one in codes]

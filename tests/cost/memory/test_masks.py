@@ -1,0 +1,199 @@
+"""The attention mask of the data loader: its memory on each stage, and the advice to make none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from cost.memory.test_peak import FULL_UNIFORM, job, with_batch
+from facts_for_tests import tiny_job, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipette_launch.cost.memory.peak import NO_MASK, kept_by_chunk, mask_notes, peak_memory_bytes, without_mask
+from pipette_launch.facts import Batch, Job, Layout, Recompute
+from pipette_launch.facts.schedule import schedule_of
+
+
+def test_only_the_ends_of_the_pipeline_load_a_mask() -> None:
+    """32 * 32 bytes on the first and the last rank, during a forward pass."""
+    assert [part.mask for part in peak_memory_bytes(with_batch(8), Layout(pp=4))] == [1024, 0, 0, 1024]
+
+
+def test_full_recompute_keeps_the_mask_of_every_live_microbatch() -> None:
+    """Units are called again with it: four micro-batches on the first of four ranks, one on the last."""
+    parts = peak_memory_bytes(with_batch(8), Layout(pp=4, recompute=FULL_UNIFORM))
+
+    assert [part.embedding for part in parts] == [4 * (8 * 32 + 1024), 0, 0, 1024]
+    assert [part.mask for part in parts] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "live", "loaded_mib"),
+    [
+        (Layout(cp=4), {0: 1}, 80),
+        (Layout(tp=2, cp=2, sequence_parallel=True), {0: 1}, 96),
+        (Layout(pp=4, cp=4), {0: 4, 3: 1}, 80),
+        (Layout(pp=2, cp=2, micro_batch_size=2), {0: 2, 1: 1}, 192),
+        (Layout(pp=2, cp=8, recompute=FULL_UNIFORM), {0: 2, 1: 1}, 72),
+        (Layout(pp=2, cp=8, recompute=Recompute(granularity="selective")), {0: 2, 1: 1}, 72),
+    ],
+)
+def test_the_whole_mask_is_loaded_before_context_parallelism_cuts_it(
+    layout: Layout, live: dict[int, int], loaded_mib: int
+) -> None:
+    """8192 * 8192 bytes a sample and the rank's part, while one micro-batch less is kept than at most."""
+    this = replace(job(seq_length=8192), batch=Batch(global_batch_size=8))
+    for stage, num_live in live.items():
+        one = peak_memory_bytes(this, layout)[stage]
+        kept = (one.activations + one.embedding) // num_live * (num_live - 1)
+
+        assert one.total - one.static - one.buffers == kept + (loaded_mib << 20)
+
+
+@pytest.mark.parametrize("flag", ["--no-create-attention-mask-in-dataloader", "--dataloader-inter-document-masking"])
+def test_no_mask_is_loaded_that_is_not_made(flag: str) -> None:
+    """Megatron makes none with either flag."""
+    this = replace(job(seq_length=8192), performance_flags=(flag,), megatron_version="0.19.0")
+    parts = peak_memory_bytes(this, Layout(cp=4, recompute=FULL_UNIFORM))
+
+    assert [(0, 0)] == [(one.mask, one.loading) for one in parts]
+
+
+@given(st.sampled_from([(2, 2), (2, 4), (4, 2)]), st.integers(1, 4), st.sampled_from([1, 2, 4]))
+def test_an_early_mask_meets_few_live_microbatches(pipeline: tuple[int, int], rounds: int, cp: int) -> None:
+    """The first stage loads beside the bytes kept before its first chunk, by the order of its passes."""
+    pp, vpp = pipeline
+    layout = Layout(pp=pp, vpp=vpp, cp=cp)
+    this = replace(job(seq_length=8192, num_layers=8), batch=Batch(global_batch_size=rounds * pp))
+    one = peak_memory_bytes(this, layout)[0]
+    (kept,) = set(kept_by_chunk(this, layout))
+    most = at_load = live = 0
+    for action in schedule_of(layout, rounds * pp).ranks[0]:
+        at_load = max(at_load, live if action.kind == "F" and action.stage == 0 else 0)
+        live += {"F": 1, "B": -1}[action.kind]
+        most = max(most, live)
+    part = 8192 * 8192 // cp
+    whole = part * (cp + 1) if cp > 1 else part
+
+    assert max(0, whole - (most - at_load) * kept - 8 * 8192 // cp) == one.loading
+    assert max(0, part - (most - at_load - 1) * kept) == one.mask
+
+
+@pytest.mark.parametrize(
+    ("version", "layout", "expected"),
+    [
+        ("0.16.1", Layout(pp=2, vpp=2), [4, 1]),
+        ("0.14.0", Layout(pp=2, vpp=2), [5, 3]),
+        ("0.14.0", Layout(pp=4), [4, 0, 0, 1]),
+        ("0.16.1", Layout(pp=4, layers_per_chunk=(2, 1, 1, 0), chunks_after_mtp=1), [4, 0, 2, 1]),
+        ("0.16.1", Layout(pp=2, layers_per_chunk=(4, 0), chunks_after_mtp=1), [4, 1]),
+    ],
+)
+def test_recompute_keeps_the_mask_wherever_it_is_loaded(version: str, layout: Layout, expected: list[int]) -> None:
+    """On both ends, before 0.15 for all their chunks, and on the stage of multi-token prediction."""
+    this = replace(job(mtp_num_layers=1 if layout.chunks_after_mtp else 0), megatron_version=version)
+    asked = replace(layout, recompute=FULL_UNIFORM)
+    parts = peak_memory_bytes(replace(this, batch=Batch(global_batch_size=8)), asked)
+    bare = replace(this, performance_flags=("--no-create-attention-mask-in-dataloader",))
+    without = peak_memory_bytes(replace(bare, batch=Batch(global_batch_size=8)), asked)
+
+    assert [1024 * live for live in expected] == [
+        one.embedding - two.embedding for one, two in zip(parts, without, strict=True)
+    ]
+
+
+RESET = "--reset-attention-mask"
+
+
+def mask_job(*flags: str, **changes: object) -> Job:
+    """A small model with sequences of 64 Ki tokens, whose mask has 4 GiB."""
+    model = {
+        "params_dtype": "bf16",
+        "transformer_impl": "transformer_engine",
+        "attention_backend": "flash",
+        "seq_length": 1 << 16,
+        "max_position_embeddings": 1 << 16,
+    }
+    return replace(
+        tiny_job(model=tiny_model(**(model | changes))),
+        performance_flags=flags,
+        batch=Batch(global_batch_size=16),
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (Layout(), "4.00 GiB a micro-batch, goes whole to the device: with the mask the tensors of stage 0 need "),
+        (Layout(cp=8, micro_batch_size=2), "8.00 GiB a micro-batch, goes whole to the device before context parallel"),
+        (Layout(pp=2, cp=2), "4.00 GiB a micro-batch, goes whole to the device before context parallelism cuts it"),
+    ],
+)
+def test_a_large_mask_is_named(layout: Layout, expected: str) -> None:
+    """Its bytes, the stage, the flag, and 8 bytes an entry of host memory for each worker of a data loader."""
+    (note,) = mask_notes(mask_job(), layout)
+
+    assert f"The data loader's attention mask, {expected}" in note
+    assert f"{NO_MASK} leaves the mask out" in note
+    assert "each of the 2 workers of a data loader needs 32.00 GiB of host memory" in note
+
+
+@pytest.mark.parametrize(
+    "small",
+    [
+        mask_job(NO_MASK),
+        mask_job(seq_length=512),
+        mask_job("--dataloader-inter-document-masking"),
+        mask_job(num_layers=64, seq_length=256),
+    ],
+)
+def test_a_mask_that_adds_nothing_is_not_named(small: Job) -> None:
+    """Data loaders that make none, and short sequences."""
+    newest = replace(small, megatron_version="0.19.0")
+
+    assert mask_notes(newest, Layout(tp=2, cp=2)) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "is_read"),
+    [
+        ({}, (), False),
+        ({}, (RESET,), False),
+        ({"attention_backend": "unfused"}, (), False),
+        ({"attention_backend": "unfused"}, (RESET,), True),
+        ({"transformer_impl": "local", "attention_backend": "local"}, (RESET,), True),
+    ],
+)
+def test_the_flag_is_advised_where_no_attention_reads_the_mask(
+    changes: dict[str, object], flags: tuple[str, ...], is_read: bool
+) -> None:
+    """Unfused attention reads the documents that a mask separates; it needs no other mask than the causal one."""
+    assert is_read == (without_mask(mask_job(*flags, **changes)) is None)
+
+
+def test_a_job_without_a_mask_has_none_to_leave_out() -> None:
+    """Nothing is proposed twice."""
+    bare = without_mask(mask_job())
+
+    assert bare
+    assert (NO_MASK,) == bare.performance_flags
+    assert without_mask(bare) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "version", "expected"),
+    [
+        (("--sft",), "0.16.1", True),
+        (("--sft",), "0.20.0", True),
+        (("--sft",), "0.15.0", False),
+        (("--sft", NO_MASK), "0.16.1", False),
+        ((), "0.16.1", False),
+    ],
+)
+def test_a_data_set_that_makes_no_mask_is_named(flags: tuple[str, ...], version: str, expected: bool) -> None:
+    """From 0.16 on the data set for supervised fine-tuning asserts that no mask is made."""
+    short = replace(mask_job(*flags, seq_length=512), megatron_version=version)
+    notes = mask_notes(short, Layout())
+
+    assert expected == any("With --sft the first sample ends the job" in note for note in notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 from collections.abc import Iterator
@@ -276,42 +277,54 @@ def named(measurements: Measurements, slot: int) -> str:
     return measurements.cluster.slot_name(slot)
 
 
+@st.composite
+def cut(draw: st.DrawFn) -> tuple[Measurements, Measurements, set[str]]:
+    """Measurements, those without some of the hosts, and the names of these hosts."""
+    hosts = draw(st.integers(2, 5))
+    whole = drawn(draw(st.randoms(use_true_random=False)), hosts, draw(st.integers(1, 3)))
+    names = [host.name for host in whole.cluster.hosts]
+    gone = draw(st.sets(st.sampled_from(names), min_size=1, max_size=hosts - 1))
+    return whole, without_hosts(whole, gone), gone
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.integers(2, 5), st.integers(1, 3), st.randoms(use_true_random=False), st.data())
-def test_what_is_left_says_the_same(hosts: int, devices: int, rng: random.Random, data: st.DataObject) -> None:
-    """Links, speeds, groups, conditions, verdicts and the survey of the remaining hosts stay the same."""
-    whole = drawn(rng, hosts, devices)
-    gone = data.draw(
-        st.sets(st.sampled_from([host.name for host in whole.cluster.hosts]), min_size=1, max_size=hosts - 1)
-    )
-
-    less = without_hosts(whole, gone)
-
+@given(cut())
+def test_links_and_speeds_that_are_left_say_the_same(found: tuple[Measurements, Measurements, set[str]]) -> None:
+    """Links inside and between the remaining hosts, their survey and the relative speeds of slots stay the same."""
+    whole, less, gone = found
     old = {host.name: index for index, host in enumerate(whole.cluster.hosts)}
     kept = [old[host.name] for host in less.cluster.hosts]
+
     assert sorted(kept) == kept
     assert set(old) - gone == {host.name for host in less.cluster.hosts}
-    speed = dict(
-        zip([named(whole, slot) for slot in range(whole.cluster.num_slots)], whole.cluster.slot_speed, strict=True)
-    )
+    speed = {named(whole, slot): speed for slot, speed in enumerate(whole.cluster.slot_speed)}
     names = [named(less, slot) for slot in range(less.cluster.num_slots)]
     middle = statistics.median(speed[name] for name in names)
     assert [speed[name] / middle for name in names] == pytest.approx(less.cluster.slot_speed)
+    assert [whole.cluster.within_host[one] for one in kept] == [*less.cluster.within_host]
     assert less.survey is not None
     assert whole.survey is not None
-    for new_one, one in enumerate(kept):
-        assert whole.cluster.within_host[one] == less.cluster.within_host[new_one]
-        for new_two, two in enumerate(kept):
-            assert (
-                whole.cluster.between_hosts.bandwidth_bytes_per_s[one, two]
-                == less.cluster.between_hosts.bandwidth_bytes_per_s[new_one, new_two]
-            )
-            assert (
-                whole.cluster.between_hosts.latency_s[one, two]
-                == less.cluster.between_hosts.latency_s[new_one, new_two]
-            )
-            assert whole.survey.spread_HH[one, two] == less.survey.spread_HH[new_one, new_two]
-            assert whole.survey.origin_HH[one][two] == less.survey.origin_HH[new_one][new_two]
+    before, after = whole.cluster.between_hosts, less.cluster.between_hosts
+    for (new_one, one), (new_two, two) in itertools.product(enumerate(kept), repeat=2):
+        assert before.bandwidth_bytes_per_s[one, two] == after.bandwidth_bytes_per_s[new_one, new_two]
+        assert before.latency_s[one, two] == after.latency_s[new_one, new_two]
+        assert whole.survey.spread_HH[one, two] == less.survey.spread_HH[new_one, new_two]
+        assert whole.survey.origin_HH[one][two] == less.survey.origin_HH[new_one][new_two]
+    rails = {(kept[rail.source], kept[rail.target]): rail.bytes_per_s for rail in less.survey.rails}
+    assert {
+        (rail.source, rail.target): rail.bytes_per_s
+        for rail in whole.survey.rails
+        if {rail.source, rail.target} <= {*kept}
+    } == rails
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut())
+def test_readings_of_slots_that_are_left_say_the_same(found: tuple[Measurements, Measurements, set[str]]) -> None:
+    """Groups, conditions, verdicts and stages of the remaining hosts stay the same, under the slots' new numbers."""
+    whole, less, gone = found
+    slots = {named(whole, slot): slot for slot in range(whole.cluster.num_slots)}
+    names = [named(less, slot) for slot in range(less.cluster.num_slots)]
 
     def groups(of: Measurements) -> list[tuple[list[str], float]]:
         found = [([named(of, slot) for slot in time.slots], time.latency_s) for time in of.collectives]
@@ -319,18 +332,10 @@ def test_what_is_left_says_the_same(hosts: int, devices: int, rng: random.Random
 
     assert groups(whole) == groups(less)
     assert len(less.collectives) == len(groups(less))
-    assert [whole.conditions[old[name.split(":")[0]] * devices + int(name.split(":")[1])] for name in names] == [
-        *less.conditions
-    ]
+    assert [whole.conditions[slots[name]] for name in names] == [*less.conditions]
     assert {(one.host, one.other_host) for one in whole.verdicts if not {one.host, one.other_host} & gone} == {
         (one.host, one.other_host) for one in less.verdicts
     }
-    rails = {(kept[rail.source], kept[rail.target]): rail.bytes_per_s for rail in less.survey.rails}
-    assert {
-        (rail.source, rail.target): rail.bytes_per_s
-        for rail in whole.survey.rails
-        if {rail.source, rail.target} <= {*kept}
-    } == rails
     assert [reading.allocator_peak_bytes for reading in whole.stages] == [
         reading.allocator_peak_bytes for reading in less.stages
     ]

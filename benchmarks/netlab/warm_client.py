@@ -18,7 +18,7 @@ READ_EARLY = (
     "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "LOGLEVEL",
     "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_",
 )  # fmt: skip
-READ_LATE = ("PYTHONPATH", "PYTHON_EXEC", "PYTHONUNBUFFERED", "TORCH_NCCL_")
+READ_LATE = ("PYTHONPATH", "PYTHON_EXEC", "PYTHONUNBUFFERED", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR")
 THREADS = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """They say nothing new where they equal OMP_NUM_THREADS."""
 PATCHED = (["pipette_patches.run", "--patch", "cpu_backend"], ["pipette_launch.probe.run"])

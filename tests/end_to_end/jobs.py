@@ -100,14 +100,14 @@ def pipette(folder: Path, *words: object, **env: str) -> Done:
     return finish(start(folder, words, **env))
 
 
-def warm_pipette(folder: Path, *words: object) -> Done:
+def warm_pipette(folder: Path, *words: object, **env: str) -> Done:
     """Run a job under pipette-launch whose processes are all forked from a warm interpreter: it starts sooner."""
-    return finish(start_warm(folder, words))
+    return finish(start_warm(folder, words, **env))
 
 
-def start_warm(folder: Path, words: Sequence[object]) -> subprocess.Popen[str]:
+def start_warm(folder: Path, words: Sequence[object], **env: str) -> subprocess.Popen[str]:
     """Start a launcher like that: one of several, or one whose output is read."""
-    return _start_warm(folder, warm.command("pipette_launch", *map(str, words)))
+    return _start_warm(folder, warm.command("pipette_launch", *map(str, words)), **env)
 
 
 def torchrun(folder: Path, *words: object) -> Done:
@@ -118,8 +118,8 @@ def torchrun(folder: Path, *words: object) -> Done:
     return finish(_start_warm(folder, warm.torchrun(*map(str, words[:first]), script=[*map(str, words[first:])])))
 
 
-def _start_warm(folder: Path, command: Sequence[str]) -> subprocess.Popen[str]:
-    env = {**environment(folder), **warm.environment([ROOT, ROOT / "patches"])}
+def _start_warm(folder: Path, command: Sequence[str], **changes: str) -> subprocess.Popen[str]:
+    env = {**environment(folder), **warm.environment([ROOT, ROOT / "patches"]), **changes}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=folder)
 
 

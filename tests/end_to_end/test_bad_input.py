@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from end_to_end import jobs
-from end_to_end.jobs import ECHO, HOST, MODEL, Done, finish, pipette, plan, plan_file, start
+from end_to_end.jobs import ECHO, HOST, MODEL, Done, finish, pipette, plan, plan_file, start, start_warm, warm_pipette
 
 from pipette_launch.facts import Layout
 from pipette_launch.probe.health.inventory import num_gpus
@@ -42,7 +42,7 @@ def test_a_script_that_is_not_megatrons_runs_as_it_is(tmp_path: Path) -> None:
 def test_a_recipe_that_cannot_be_read_trains_as_it_is(tmp_path: Path) -> None:
     """Without Megatron-Bridge or a saved configuration, the reason names both, and the script runs untouched."""
     words = ["--recipe", "x", "model.seq_length=4096"]
-    done = pipette(tmp_path, "--nproc-per-node=2", ECHO, *words)
+    done = warm_pipette(tmp_path, "--nproc-per-node=2", ECHO, *words)
 
     assert trained_as_torchrun(done, 2, words), done.err
     assert "needs megatron-bridge here, or its saved configuration (--bridge-config FILE)" in done.err
@@ -52,7 +52,7 @@ def test_a_recipe_that_cannot_be_read_trains_as_it_is(tmp_path: Path) -> None:
 def test_contradictory_flags_are_named(tmp_path: Path) -> None:
     """The flag and its value stand in the message; with `fail` the launcher stops with exit code 1."""
     changes = ["--tensor-model-parallel-size", "3"]
-    done = pipette(tmp_path, "--nproc-per-node=2", "--pipette-on-error=fail", ECHO, *ONE_STEP, *changes)
+    done = warm_pipette(tmp_path, "--nproc-per-node=2", "--pipette-on-error=fail", ECHO, *ONE_STEP, *changes)
 
     assert (1, {}) == (done.code, done.workers), done.err
     assert "tensor-model-parallel-size 3" in done.err
@@ -77,8 +77,8 @@ def test_a_device_that_is_not_there_stops_the_job(tmp_path: Path) -> None:
     """It is the user's error, unless the user has said that errors must not stop the job."""
     words = ["--nproc-per-node=1", "--pipette-device=cuda"]
 
-    stopped = pipette(tmp_path, *words, ECHO, *ONE_STEP)
-    trained = pipette(tmp_path, *words, "--pipette-on-error=train", ECHO, *ONE_STEP)
+    stopped = warm_pipette(tmp_path, *words, ECHO, *ONE_STEP)
+    trained = warm_pipette(tmp_path, *words, "--pipette-on-error=train", ECHO, *ONE_STEP)
 
     assert (2, {}) == (stopped.code, stopped.workers), stopped.err
     assert trained_as_torchrun(trained, 1, ONE_STEP), trained.err
@@ -92,7 +92,7 @@ def test_a_plan_for_other_hosts_is_refused(tmp_path: Path) -> None:
     path = plan_file(tmp_path, plan(Layout(pp=2), [0, 1], hosts=("elsewhere",)))
 
     words = ["--nproc-per-node=2", "--pipette-on-error=train", f"--pipette-plan={path}"]
-    done = pipette(tmp_path, *words, ECHO, *ONE_STEP)
+    done = warm_pipette(tmp_path, *words, ECHO, *ONE_STEP)
 
     assert trained_as_torchrun(done, 2, ONE_STEP), done.err
     assert f"the plan is for the hosts elsewhere; this job runs on {HOST}" in done.err
@@ -102,7 +102,7 @@ def test_a_plan_is_written_into_argv_and_ranks(tmp_path: Path) -> None:
     """What the workers report is the plan: parallel sizes, micro-batch, pinned batch, and RANK per slot."""
     path = plan_file(tmp_path, plan(Layout(pp=2, micro_batch_size=4), [1, 0]))
 
-    done = pipette(tmp_path, "--nproc-per-node=2", f"--pipette-plan={path}", ECHO, *ONE_STEP)
+    done = warm_pipette(tmp_path, "--nproc-per-node=2", f"--pipette-plan={path}", ECHO, *ONE_STEP)
 
     assert 0 == done.code, done.err
     argv = done.workers[0]["argv"]
@@ -117,7 +117,7 @@ def test_a_refused_plan_gives_way_with_the_reason(tmp_path: Path) -> None:
     """The script's own words reach the screen, and the user's own configuration trains."""
     path = plan_file(tmp_path, plan(Layout(pp=2), [1, 0]))
 
-    done = pipette(
+    done = warm_pipette(
         tmp_path,
         "--nproc-per-node=2",
         f"--pipette-plan={path}",
@@ -148,7 +148,7 @@ def test_a_fault_of_the_script_is_not_tried_under_every_plan(
     broken = tmp_path / "broken.py"
     broken.write_text(f"import os, pathlib\npathlib.Path('start' + os.environ['MASTER_PORT']).touch()\n{script}\n")
 
-    done = pipette(tmp_path, "--nproc-per-node=2", f"--pipette-plan={path}", broken, *ONE_STEP)
+    done = warm_pipette(tmp_path, "--nproc-per-node=2", f"--pipette-plan={path}", broken, *ONE_STEP)
 
     assert (1, starts) == (done.code, len(list(tmp_path.glob("start*")))), done.err
     assert f"; no other plan is tried: {why}\n" in done.err
@@ -158,7 +158,7 @@ def test_a_fault_of_the_script_is_not_tried_under_every_plan(
 def test_unequal_nodes_are_named(tmp_path: Path) -> None:
     """Each node's number of slots stands in the message, and the job runs as under torchrun."""
     flags = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{jobs.free_port()}"]
-    agents = [start(tmp_path, [*flags, f"--nproc-per-node={count}", ECHO, *ONE_STEP]) for count in (1, 2)]
+    agents = [start_warm(tmp_path, [*flags, f"--nproc-per-node={count}", ECHO, *ONE_STEP]) for count in (1, 2)]
 
     done = [finish(agent) for agent in agents]
 
@@ -174,7 +174,7 @@ def test_an_unwritable_cache_is_said_once(tmp_path: Path) -> None:
     blocked.write_text("")
 
     words = ["--nproc-per-node=1", f"--pipette-cache={blocked / 'x'}", ECHO, *ONE_STEP]
-    done = pipette(tmp_path, *words, PYTHONPATH=jobs.WITHOUT_WARMUP)
+    done = warm_pipette(tmp_path, *words, PYTHONPATH=jobs.WITHOUT_WARMUP)
 
     assert 0 == done.code, done.err
     said = " ".join(done.err.split())
@@ -186,12 +186,12 @@ def test_an_unwritable_cache_is_said_once(tmp_path: Path) -> None:
 def test_a_damaged_cache_is_measured_anew(tmp_path: Path) -> None:
     """A cached plan that cannot be read is named and replaced."""
     words = ["--nproc-per-node=1", ECHO, *ONE_STEP]
-    first = pipette(tmp_path, *words, PYTHONPATH=jobs.WITHOUT_WARMUP)
+    first = warm_pipette(tmp_path, *words, PYTHONPATH=jobs.WITHOUT_WARMUP)
     (path,) = (tmp_path / "cache").glob("pipette-launch/*/plan.json")
     whole = path.read_text()
     path.write_text(whole[:100])
 
-    second = pipette(tmp_path, *words, PYTHONPATH=jobs.WITHOUT_WARMUP)
+    second = warm_pipette(tmp_path, *words, PYTHONPATH=jobs.WITHOUT_WARMUP)
 
     assert (0, 0) == (first.code, second.code), second.err
     assert "the cached plan cannot be used, so the machines are measured again" in second.err
@@ -209,7 +209,7 @@ def test_a_probe_worker_that_dies_is_named(tmp_path: Path) -> None:
     )
     path = f"{broken}:{jobs.ROOT}:{jobs.ROOT / 'patches'}"
 
-    done = pipette(tmp_path, "--nproc-per-node=2", "--pipette-budget=5", ECHO, *ONE_STEP, PYTHONPATH=path)
+    done = warm_pipette(tmp_path, "--nproc-per-node=2", "--pipette-budget=5", ECHO, *ONE_STEP, PYTHONPATH=path)
 
     assert trained_as_torchrun(done, 2, ONE_STEP), done.err
     assert re.search(
@@ -221,7 +221,7 @@ def test_a_host_name_that_does_not_resolve_is_one_sentence(tmp_path: Path) -> No
     """The host is named, with what to look at; the exit code is torchrun's."""
     endpoint = ["--rdzv-backend=c10d", "--rdzv-endpoint=nowhere.invalid:29400", "--rdzv-conf=read_timeout=3"]
 
-    done = pipette(tmp_path, "--nnodes=2", *endpoint, "--nproc-per-node=1", ECHO, *ONE_STEP)
+    done = warm_pipette(tmp_path, "--nnodes=2", *endpoint, "--nproc-per-node=1", ECHO, *ONE_STEP)
 
     assert (1, {}) == (done.code, done.workers), done.err
     assert "pipette-launch: error: the nodes cannot meet: " in done.err
@@ -239,7 +239,7 @@ def test_a_node_rank_beyond_the_nodes_is_one_sentence(tmp_path: Path) -> None:
     """As a task whose SLURM_PROCID was taken for its node's rank (Megatron-LM issue 1371)."""
     place = ["--node_rank=1", "--master_addr=127.0.0.1", f"--master_port={jobs.free_port()}"]
 
-    done = pipette(tmp_path, "--nnodes=1", *place, ECHO, *ONE_STEP, **SLURM)
+    done = warm_pipette(tmp_path, "--nnodes=1", *place, ECHO, *ONE_STEP, **SLURM)
 
     assert (2, {}) == (done.code, done.workers), done.err
     assert done.err.startswith(
@@ -289,7 +289,8 @@ def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     """SIGTERM to the launcher ends its workers, in one sentence; the exit code is torchrun's."""
     sleeper = tmp_path / "sleeper_of_this_test.py"
-    sleeper.write_text("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
+    # One write for the whole line: the workers share a console.
+    sleeper.write_text("import sys, time\nsys.stdout.write('up\\n')\ntime.sleep(600)\n")
     agent = start(tmp_path, ["--nproc-per-node=2", sleeper])
     assert agent.stdout is not None
     assert ["up\n", "up\n"] == [agent.stdout.readline() for _ in range(2)]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from end_to_end.jobs import ECHO, MODEL, ROOT, pipette, plan, plan_file
+from end_to_end.jobs import ECHO, MODEL, ROOT, plan, plan_file, warm_pipette
 
 from pipette_launch.facts import Layout
 
@@ -40,7 +40,7 @@ def test_an_order_is_checked_before_training(tmp_path: Path, wrong: str, visible
     path = plan_file(tmp_path, plan(Layout(pp=2), (1, 0)))
     flags = ("--nproc-per-node", "2", "--pipette-plan", path)
     words_of_job = (*flags, ECHO, *MODEL, "--train-iters", "1")
-    done = pipette(tmp_path, *words_of_job, PYTHONPATH=f"{tmp_path}:{ROOT}:{ROOT / 'patches'}", WRONG=wrong)
+    done = warm_pipette(tmp_path, *words_of_job, PYTHONPATH=f"{tmp_path}:{ROOT}:{ROOT / 'patches'}", WRONG=wrong)
 
     assert 0 == done.code, done.err
     # The screen of the plan breaks lines.

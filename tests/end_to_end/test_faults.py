@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from end_to_end import jobs
-from end_to_end.jobs import ECHO, HOST, MODEL, TRAINER, pipette
+from end_to_end.jobs import ECHO, HOST, MODEL, TRAINER, pipette, warm_pipette
 
 pytestmark = [pytest.mark.timeout(420), pytest.mark.processes]
 ONE_STEP = [*MODEL, "--train-iters", "1"]
@@ -24,7 +24,7 @@ def test_a_worker_killed_while_it_computes_costs_only_the_plan(tmp_path: Path) -
     """It is named by slot, pid, signal and phase, and training has a healthy process group of its own."""
     fault = f"compute {signal.SIGKILL:d}"
     words = ["--nproc-per-node=2", "--pipette-budget=5", TRAINER, *ONE_STEP]
-    done = pipette(tmp_path, *words, PYTHONPATH=FAULTS, FAULT=fault)
+    done = warm_pipette(tmp_path, *words, PYTHONPATH=FAULTS, FAULT=fault)
 
     assert 0 == done.code, done.err
     named = rf"the warm-up failed after \S+ s: {HOST}:1 \(pid \d+\) was killed by signal 9 in phase compute"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from end_to_end import jobs
-from end_to_end.jobs import ECHO, MODEL, Done, finish, start
+from end_to_end.jobs import ECHO, MODEL, Done, finish, start_warm
 
 from pipette_launch.facts import Plan, files
 
@@ -21,7 +21,7 @@ def job(folder: Path, policy: str, nnodes: str, names: str, **env: str) -> dict[
     if len(names) > 1:
         flags += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{jobs.free_port()}"]
     env["PYTHONPATH"] = jobs.WITHOUT_WARMUP
-    launchers = {name: start(folder, [*flags, ECHO, *WORDS], **env, SLURMD_NODENAME=name) for name in names}
+    launchers = {name: start_warm(folder, [*flags, ECHO, *WORDS], **env, SLURMD_NODENAME=name) for name in names}
     return {name: finish(launcher) for name, launcher in launchers.items()}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from end_to_end import jobs
-from end_to_end.jobs import MODEL, Done, finish, start
+from end_to_end.jobs import MODEL, Done, finish, start_warm
 
 from pipette_launch.facts import Plan, files
 
@@ -18,7 +18,7 @@ def on_two_nodes(folder: Path, *words: object) -> list[Done]:
     """A job of two agents with one slot each, whose warm-up is written down instead of measured."""
     flags = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{jobs.free_port()}"]
     env = {"PYTHONPATH": jobs.WITHOUT_WARMUP}
-    return [finish(agent) for agent in [start(folder, [*flags, *words], **env) for _ in range(2)]]
+    return [finish(agent) for agent in [start_warm(folder, [*flags, *words], **env) for _ in range(2)]]
 
 
 def test_the_measured_best_trains_and_trials_leave_nothing(tmp_path: Path) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from subprocess import STDOUT
 
 import pytest
+import warm
 
-from benchmarks.netlab import Lab, everywhere, topology
+from benchmarks.netlab import Lab, compare, everywhere, topology
 from tests.end_to_end.jobs import environment
 from tests.labs import needs_lab
 
@@ -21,10 +21,10 @@ SLOW = {"between": ["n0", "n1"], "rate_mbit": 40.0}
 
 def test_a_pipeline_avoids_the_slow_link(tmp_path: Path) -> None:
     """Three hosts train a script without Megatron: its stages follow the fast links, and the reason has the gain."""
-    launcher = [sys.executable, "-m", "pipette_launch", "--pipette-cache=off", "--pipette-device=cpu"]
-    words = [*launcher, MEET, "--parallelism.pipeline_parallel_degree=3"]
+    launcher = warm.command("pipette_launch", "--pipette-cache=off", "--pipette-device=cpu")
+    words = [*launcher, str(MEET), "--parallelism.pipeline_parallel_degree=3"]
     with Lab(topology.parse({"rate_mbit": 400.0, "hosts": 3, "link": [SLOW]})) as lab, ExitStack() as files:
-        variables = environment(tmp_path, SLURMD_NODENAME="")
+        variables = environment(tmp_path, **compare.environment(), SLURMD_NODENAME="")
         outputs = {host: files.enter_context((tmp_path / host).open("w")) for host in lab.hosts}
         jobs = {host: lab.run(host, words, variables, stdout=file, stderr=STDOUT) for host, file in outputs.items()}
         code, _ = everywhere.finish(jobs, 30)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 
 from patches import patched
 from pipette_patches import registry
@@ -123,11 +124,10 @@ def test_events_measure_time() -> None:
 
 def losses(num_processes: int, cases: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
     """Train the tiny GPT in separate processes, once for each case, and read the output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
-    environ = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'patches'}", "OMP_NUM_THREADS": "1"}
+    flags = ("--standalone", f"--nproc-per-node={num_processes}")
     done = subprocess.run(
-        [*command, str(WORKER), json.dumps(cases)],
-        env=environ,
+        warm.torchrun(*flags, script=[WORKER, json.dumps(cases)]),
+        env=warm.environment([ROOT, ROOT / "patches"]),
         capture_output=True,
         text=True,
         timeout=200,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -197,6 +198,8 @@ def signal_at_start(ready: Path) -> None:
 
 def main() -> None:
     """Run one agent; it ends as the launcher does."""
+    # Then a test can ask a process that hangs for its stacks.
+    faulthandler.enable()
     table = json.loads(Path(sys.argv[1]).read_text())
     if "signal_when" in table:
         signal_at_start(Path(table["signal_when"]))

@@ -16,7 +16,9 @@ from typing import Any
 
 import psutil
 import pytest
+import warm
 
+from benchmarks.netlab import compare
 from pipette_launch.agent import elastic
 
 HERE = Path(__file__).parent
@@ -36,24 +38,33 @@ def free_port() -> int:
 
 
 def start(
-    folder: Path, table: dict[str, Any], orders: dict[str, Any], *flags: str, node: str = "a", script: str = ""
+    folder: Path,
+    table: dict[str, Any],
+    orders: dict[str, Any],
+    *flags: str,
+    node: str = "a",
+    script: str = "",
+    is_warm: bool = False,
 ) -> subprocess.Popen[str]:
-    """Start one agent, of the usual worker or of a script given as text."""
+    """Start one agent, of the usual worker or of a script given as text.
+
+    Its processes may be forked from a warm interpreter, where the test is not about how processes end.
+    """
     (folder / "table.json").write_text(json.dumps(table))
-    command = [sys.executable, str(HERE / "drive.py"), str(folder / "table.json"), *flags]
+    python = warm.python().path if is_warm else sys.executable
+    command = [python, str(HERE / "drive.py"), str(folder / "table.json"), *flags]
     if script:
         (folder / "script.py").write_text(script)
     command += [str(folder / "script.py" if script else HERE / "worker.py"), str(folder), json.dumps(orders)]
     environment = {
         **os.environ,
+        **(compare.environment() if is_warm else {}),
         "OUT": str(folder),
         "TMPDIR": str(folder),
         "NODE": node,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'patches'}",
         "CUDA_VISIBLE_DEVICES": "4,5",
-        # Then `await_end` can ask a process that hangs for its stacks.
-        "PYTHONFAULTHANDLER": "1",
     }
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -86,7 +97,7 @@ def two_nodes(port: int) -> list[str]:
 
 def test_warms_up_then_trains_with_permuted_ranks(tmp_path: Path) -> None:
     """Both phases run in one round, and each slot gets the RANK of the plan, RANK 0 wherever it lies."""
-    agent = start(tmp_path, {"warmup": WARMUP, "placements": [[1, 0]]}, {}, "--nproc-per-node=2")
+    agent = start(tmp_path, {"warmup": WARMUP, "placements": [[1, 0]]}, {}, "--nproc-per-node=2", is_warm=True)
 
     codes, text = finish(agent)
 
@@ -102,7 +113,7 @@ def test_two_nodes_with_rank_0_on_the_second(tmp_path: Path) -> None:
     """Two agents meet over c10d, and the store of training follows RANK 0 to its node."""
     flags = two_nodes(free_port())
     table = {"warmup": WARMUP, "placements": [[3, 2, 1, 0]]}
-    agents = [start(tmp_path, table, {}, *flags, node=node) for node in "ab"]
+    agents = [start(tmp_path, table, {}, *flags, node=node, is_warm=True) for node in "ab"]
 
     codes, text = finish(*agents)
 
@@ -121,7 +132,9 @@ def test_a_plan_that_cannot_start_gives_way(tmp_path: Path, num_nodes: int, rest
     placements = [list(range(slots))[::-1], list(range(slots))]
     orders = {"refuse": ["0", "1"], "iterations": 5, **({"die_once": 0, **ALONE} if restarts else {})}
     agents = [
-        start(tmp_path, {"placements": placements}, orders, *flags, f"--max-restarts={restarts}", node=node)
+        start(
+            tmp_path, {"placements": placements}, orders, *flags, f"--max-restarts={restarts}", node=node, is_warm=True
+        )
         for node in "ab"[:num_nodes]
     ]
 
@@ -136,7 +149,12 @@ def test_a_plan_that_cannot_start_gives_way(tmp_path: Path, num_nodes: int, rest
 def test_a_killed_worker_comes_back_under_the_same_plan(tmp_path: Path) -> None:
     """A restart keeps placement and plan, on a fresh store."""
     agent = start(
-        tmp_path, {"placements": [[1, 0]]}, {"die_once": 0, "iterations": 5}, "--nproc-per-node=2", "--max-restarts=2"
+        tmp_path,
+        {"placements": [[1, 0]]},
+        {"die_once": 0, "iterations": 5},
+        "--nproc-per-node=2",
+        "--max-restarts=2",
+        is_warm=True,
     )
 
     codes, text = finish(agent)
@@ -156,6 +174,7 @@ def test_a_plan_that_has_trained_is_not_blamed_for_a_bad_restart(tmp_path: Path)
         {"die_once": 0, "iterations": 5, "refuse_start": 1, **ALONE},
         "--nproc-per-node=2",
         "--max-restarts=2",
+        is_warm=True,
     )
 
     codes, text = finish(agent)
@@ -167,7 +186,9 @@ def test_a_plan_that_has_trained_is_not_blamed_for_a_bad_restart(tmp_path: Path)
 
 def test_the_code_by_which_megatron_asks_for_a_restart_is_no_plans_fault(tmp_path: Path) -> None:
     """Exit code 16 before the first iteration ends the job, as under torchrun."""
-    agent = start(tmp_path, {"placements": [[1, 0]]}, {}, "--nproc-per-node=2", script="import sys; sys.exit(16)")
+    agent = start(
+        tmp_path, {"placements": [[1, 0]]}, {}, "--nproc-per-node=2", script="import sys; sys.exit(16)", is_warm=True
+    )
 
     codes, text = finish(agent)
 
@@ -179,7 +200,7 @@ def test_the_code_by_which_megatron_asks_for_a_restart_is_no_plans_fault(tmp_pat
 def test_a_failure_after_the_first_iteration_ends_as_under_torchrun(tmp_path: Path) -> None:
     """Once training has begun, a dead worker without restarts ends the job with exit code 1."""
     orders = {"die_once": 0, "iterations": 5, **ALONE}
-    agent = start(tmp_path, {"placements": [[1, 0]]}, orders, "--nproc-per-node=2")
+    agent = start(tmp_path, {"placements": [[1, 0]]}, orders, "--nproc-per-node=2", is_warm=True)
 
     codes, text = finish(agent)
 
@@ -220,7 +241,7 @@ def test_the_reason_of_a_recorded_exception_is_told(tmp_path: Path) -> None:
         "record(main)()\n"
     )
 
-    codes, text = finish(start(tmp_path, {"placements": [[0]]}, {}, script=script))
+    codes, text = finish(start(tmp_path, {"placements": [[0]]}, {}, script=script, is_warm=True))
 
     assert [1] == codes
     assert "SHOW train attempt=1 reason=rank 0 ended with exit code 1: RuntimeError: boom" in text
@@ -287,7 +308,9 @@ def test_a_node_that_was_done_comes_back_for_one_that_failed(tmp_path: Path) -> 
         "    sys.exit('too late')\n"
     )
     flags = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"]
-    agents = [start(tmp_path, {"placements": [[1, 0]]}, {}, *flags, node=node, script=script) for node in "ab"]
+    agents = [
+        start(tmp_path, {"placements": [[1, 0]]}, {}, *flags, node=node, script=script, is_warm=True) for node in "ab"
+    ]
 
     codes, text = finish(*agents)
 
@@ -301,7 +324,9 @@ def test_a_bad_warmup_ends_on_every_node(tmp_path: Path) -> None:
     warmup = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '3' else time.sleep(600)"
     flags = two_nodes(free_port())
     began_s = time.monotonic()
-    agents = [start(tmp_path, {"warmup": warmup, "placements": [[3, 2, 1, 0]]}, ALONE, *flags) for _ in range(2)]
+    agents = [
+        start(tmp_path, {"warmup": warmup, "placements": [[3, 2, 1, 0]]}, ALONE, *flags, is_warm=True) for _ in range(2)
+    ]
 
     codes, text = finish(*agents)
 
@@ -312,7 +337,9 @@ def test_a_bad_warmup_ends_on_every_node(tmp_path: Path) -> None:
 
 def test_a_dry_run_stops_before_training(tmp_path: Path) -> None:
     """The job ends well after the warm-up, and no training worker was started."""
-    agent = start(tmp_path, {"warmup": WARMUP, "placements": [[1, 0]], "dry_run": True}, {}, "--nproc-per-node=2")
+    agent = start(
+        tmp_path, {"warmup": WARMUP, "placements": [[1, 0]], "dry_run": True}, {}, "--nproc-per-node=2", is_warm=True
+    )
 
     codes, text = finish(agent)
 
@@ -323,7 +350,7 @@ def test_a_dry_run_stops_before_training(tmp_path: Path) -> None:
 def test_static_rendezvous_keeps_its_order(tmp_path: Path) -> None:
     """`--node-rank` orders the nodes, whatever their addresses."""
     flags = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    agents = [start(tmp_path, {}, {}, *flags, f"--node-rank={rank}", node=f"n{rank}") for rank in (1, 0)]
+    agents = [start(tmp_path, {}, {}, *flags, f"--node-rank={rank}", node=f"n{rank}", is_warm=True) for rank in (1, 0)]
 
     codes, text = finish(*agents)
 

@@ -96,14 +96,24 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 
 def nodes(
-    folder: Path, names: str, table: dict[str, Any], orders: dict[str, Any], *flags: str, script: str = ""
+    folder: Path,
+    names: str,
+    table: dict[str, Any],
+    orders: dict[str, Any],
+    *flags: str,
+    script: str = "",
+    is_warm: bool = False,
 ) -> dict[str, subprocess.Popen[str]]:
     """Start agents of one slot each, of which all but one must train; the first hosts the store."""
     port = free_port()
     flags += (f"--nnodes={len(names) - 1}:{len(names)}", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}")
-    agents = {names[0]: start(folder, table, orders, *flags, node=names[0], script=script)}
+
+    def begun(node: str) -> subprocess.Popen[str]:
+        return start(folder, table, orders, *flags, node=node, script=script, is_warm=is_warm)
+
+    agents = {names[0]: begun(names[0])}
     await_store(port)
-    return agents | {node: start(folder, table, orders, *flags, node=node, script=script) for node in names[1:]}
+    return agents | {node: begun(node) for node in names[1:]}
 
 
 def await_store(port: int) -> None:
@@ -138,7 +148,7 @@ def await_files(folder: Path, pattern: str, count: int) -> None:
 def test_trains_on_two_of_three_nodes(tmp_path: Path) -> None:
     """The third runs no worker, whoever it is, also after a worker was killed and all have met again; it ends well."""
     table = {"warmup": WARMUP, "placements": [[1, 0]], "standby": ["a"]}
-    agents = nodes(tmp_path, "abc", table, {"die_once": 0, "iterations": 5}, "--max-restarts=1")
+    agents = nodes(tmp_path, "abc", table, {"die_once": 0, "iterations": 5}, "--max-restarts=1", is_warm=True)
 
     codes, texts = ends(agents)
 
@@ -202,7 +212,7 @@ def test_a_failed_job_fails_on_standby_too(tmp_path: Path) -> None:
     """With the reason of the node on which it failed."""
     table = {"placements": [[0]], "standby": ["a"]}
 
-    codes, texts = ends(nodes(tmp_path, "ab", table, {"die_once": 0, "iterations": 5, **ALONE}))
+    codes, texts = ends(nodes(tmp_path, "ab", table, {"die_once": 0, "iterations": 5, **ALONE}, is_warm=True))
 
     assert {"a": 1, "b": 1} == codes, texts
     assert "rank 0 ended with signal 9" in texts["a"]

@@ -357,8 +357,6 @@ def _raise(trials: Prices, *, hops: range | tuple[int, ...], seconds: float) -> 
             np.maximum(target_PK[hop], seconds, out=target_PK[hop])
 
 
-_ROUNDING = 1e-12
-"""Share by which the bound is lowered to allow for rounding: placements add the same numbers in another order."""
 _EQUAL = 1e-9
 
 
@@ -385,7 +383,7 @@ def placement_bound_s(model: PlacementCost) -> tuple[float, str]:
         # The plan's reason for the bound is the first argument that gives the largest bound.
         found.append((most_s, next(words for seconds, words in bounds if seconds >= most_s * (1 - _EQUAL))))
     least_s, words = min(found, key=lambda pair: pair[0])
-    return least_s * (1 - _ROUNDING) * model.factor, words
+    return least_s * (1 - ring_bounds.ROUNDING) * model.factor, words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

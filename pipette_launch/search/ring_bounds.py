@@ -26,6 +26,9 @@ from pipette_launch.cost.step.work import LayoutWork
 from pipette_launch.facts.cluster import Links
 from pipette_launch.facts.layout import Floats, Ints
 
+ROUNDING = 1e-12
+"""Share by which bounds are lowered to allow for rounding: placements add the same numbers in another order."""
+
 
 def best_ways(cost_HH: Floats) -> tuple[Floats, Floats]:
     """Return the costs of the best link from each host, and of the best link to each host; rows of `cost_HH` send."""
@@ -310,7 +313,8 @@ class Tour:
         factor, extra_s, bytes_factor = self.places.factors(self.kind, self.members, self.fewest)
         known = num_steps(self.kind, self.members) * self.size_bytes * bytes_factor
         fixed_s = num_steps(self.kind, self.members) * (most_s * factor + extra_s)
-        per_byte = max(slowest_s - fixed_s, 0.0) / known if known else 0.0
+        # The difference of two equal times is a rounding error, which a tiny `known` would make a huge time.
+        per_byte = max(slowest_s * (1 - ROUNDING) - fixed_s, 0.0) / known if known else 0.0
         factor, extra_s, bytes_factor = self.places.factors(kind, self.members, self.fewest)
         found = num_steps(kind, self.members) * (least_s * factor + extra_s + per_byte * size_bytes * bytes_factor)
         return max(found, slowest_s) if kind == self.kind and size_bytes >= self.size_bytes else found

@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from search.worlds import on_gpus
 
 from pipette_launch.cost.step.predictor import Predictor
-from pipette_launch.facts import Batch, Cluster, ComputeCase, ComputeTime, Layout, Links, Measurements, Samples
+from pipette_launch.facts import (
+    Batch,
+    Cluster,
+    ComputeCase,
+    ComputeTime,
+    Layout,
+    Links,
+    Measurements,
+    Samples,
+)
+from pipette_launch.facts.measurements import CollectiveTime
 from pipette_launch.search.placement_bound import BlockCase, blocks, placement_bound_s
 from pipette_launch.search.slots import Slots
 
@@ -120,6 +130,30 @@ def test_no_placement_beats_the_bound(
     every = every[[Slots.of(cluster).allows(placement) for placement in every]]
     assert bound_s <= model.costs(every if len(every) <= 120 else every[::7]).min() * (1 + 1e-12)
     assert bound_s >= predictor.bound_s(layout) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", [49, 57])
+def test_a_collective_that_hardly_needs_its_bytes_bounds_no_other_one(seed: int) -> None:
+    """A rounding error in the bytes of an all-reduce, which take almost no time, is no time of an all-gather."""
+    cluster = on_gpus(drawn_cluster(random.Random(seed), hosts=2, devices=2))
+    fits = tuple(
+        CollectiveTime(
+            kind=kind,  # type: ignore[arg-type]
+            slots=slots,
+            latency_s=1e-3,
+            seconds_per_byte=per_byte,
+            spread=0.0,
+            sizes_bytes=(1,),
+        )
+        for kind, slots, per_byte in (("all_reduce", (0, 1, 2, 3), 1e-140), ("all_gather", (0, 2), 1e-8))
+    )
+    measured = replace(measurements_of(cluster, random.Random(1)), collectives=fits)
+    job = tiny_job(4, model=tiny_model(**model_of(False)))
+    model = Predictor(job, measured).placement_cost(Layout(tp=4, sequence_parallel=True))
+
+    bound_s, _ = placement_bound_s(model)
+
+    assert bound_s <= model.costs(PERMUTATIONS[4]).min() * (1 + 1e-12)
 
 
 def plain(cluster: Cluster, layout: Layout) -> tuple[float, float, float, str]:

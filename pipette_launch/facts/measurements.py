@@ -173,6 +173,8 @@ class LinkSurvey:
 
 ERROR_OF_MEDIAN = 1.4826 * 1.2533
 """Standard error of a median divided by (median absolute deviation / sqrt(count)), for normal scatter."""
+LINK_REPEATS = 5
+"""Number of timed messages behind each measured link, and of timed collectives of each size."""
 LAYERS: tuple[str, ...] = tuple(BLOCKS)
 
 CollectiveKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]

@@ -3,7 +3,7 @@
 Only this package knows Megatron's flags.
 """
 
-from pipette_launch.megatron.bridge import Dialect, Flags, dialect_of, is_bridge
+from pipette_launch.megatron.bridge import Dialect, dialect_of, is_bridge
 from pipette_launch.megatron.checkpoint import Continuation, continuation
 from pipette_launch.megatron.checkpoint_files import record_path, saved_iteration
 from pipette_launch.megatron.flags import newest_release
@@ -30,7 +30,7 @@ from pipette_launch.megatron.script import (
     version_or_newest,
 )
 
-__all__ = ["RERUN_EXIT_CODES", "Continuation", "Dialect", "Flags", "Iteration", "MemoryLine", "TrialWords"]
+__all__ = ["RERUN_EXIT_CODES", "Continuation", "Dialect", "Iteration", "MemoryLine", "TrialWords"]
 __all__ += ["binds_hosts", "continuation", "dialect_of", "environment", "exception_in", "explain_failure"]
 __all__ += ["failure_of", "fixed_fields", "global_batch_size", "is_bridge", "newest_release"]
 __all__ += ["parse_iteration", "parse_memory", "read_job", "record_path", "saved_iteration", "script_version"]

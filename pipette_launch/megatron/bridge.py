@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, TypeAlias
 
 from pipette_launch.errors import FileFormatError, MegatronError
 from pipette_launch.facts import Job, Layout, files
@@ -73,6 +73,8 @@ class Overrides:
 
     words: tuple[str, ...]
     config: Config
+    is_translated: ClassVar[bool] = True
+    """True if `flags` stand for settings of another trainer, which has its own checks."""
 
     def flags(self, version: str) -> tuple[str, ...]:
         """Return Megatron's flags that describe the same job. Raise MegatronError for jobs that no flags describe."""
@@ -415,25 +417,12 @@ def _overlaps(config: Config, found: Config) -> dict[str, Any]:
 # -- dialects: the words by which a job's script takes its settings
 
 
-class Dialect(Protocol):
-    """Reader and writer of a script's words."""
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The user's words after the script's name."""
-
-    def flags(self, version: str) -> tuple[str, ...]:
-        """Return Megatron's flags of a release that describe the same job."""
-
-    def written(self, job: Job, layout: Layout) -> tuple[str, ...]:
-        """Return the words with which the script runs exactly the given layout."""
-
-
 @dataclass(frozen=True, slots=True)
 class Flags:
     """Megatron's own flags."""
 
     words: tuple[str, ...]
+    is_translated: ClassVar[bool] = False
 
     def flags(self, version: str) -> tuple[str, ...]:  # noqa: ARG002
         """Return the words themselves."""
@@ -442,6 +431,10 @@ class Flags:
     def written(self, job: Job, layout: Layout) -> tuple[str, ...]:
         """Return the words with the flags of a layout."""
         return write_arguments(self.words, job=job, layout=layout)
+
+
+Dialect: TypeAlias = Flags | Overrides
+"""Reader and writer of the words of a job's script."""
 
 
 def dialect_of(words: Sequence[str], *, script: str, world_size: int, saved: Path | None = None) -> Dialect:

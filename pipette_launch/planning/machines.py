@@ -110,7 +110,7 @@ class TargetMachines:
             environment=environment,
             device_name=self.device_name,
             capability=self.capability,
-            is_translated=not isinstance(dialect, megatron.Flags),
+            is_translated=dialect.is_translated,
             **purpose,
         )
         return replace(job, notes=(*guess, *job.notes))

@@ -25,7 +25,7 @@ from pipette_launch.facts.known_devices import DeviceFile
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.facts.plan import in_order_of
 from pipette_launch.facts.schedule import schedule_names
-from pipette_launch.megatron import Dialect, Flags
+from pipette_launch.megatron import Dialect
 from pipette_launch.planning.machines import TargetMachines, checked_words, machines_of
 from pipette_launch.planning.plan_key import plan_key
 from pipette_launch.search.candidates import SearchInputs
@@ -240,7 +240,7 @@ def with_setting(
         device_memory_bytes=cluster.memory_bytes,
         machines=machines,
         network=network,
-        megatron_flags=() if isinstance(dialect, Flags) else dialect.flags(job.megatron_version),
+        megatron_flags=dialect.flags(job.megatron_version) if dialect.is_translated else (),
     )
     ranked, front = (
         tuple(replace(one, new_arguments=with_layout(one.layout)) for one in several)

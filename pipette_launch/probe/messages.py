@@ -17,7 +17,7 @@ from pipette_launch.defaults import SIGN_S, START_S, WARMUP_BUDGET_S, WORKER_WAI
 from pipette_launch.errors import FactError, PipetteError
 from pipette_launch.facts import ComputeCase, ComputeTime, Device, Host, Job, LoadingTime, Samples, StageReading, files
 from pipette_launch.facts.cluster import HostsOfJob
-from pipette_launch.facts.measurements import CollectiveKind, DeviceOverhead, MemoryReading
+from pipette_launch.facts.measurements import LINK_REPEATS, CollectiveKind, DeviceOverhead, MemoryReading
 from pipette_launch.facts.messages import Dimension
 from pipette_launch.probe.health.nvml import LoadReading
 
@@ -65,7 +65,7 @@ class LinksOrder(HostsOfJob):
     """Longest wait for another worker of a small job after the end of its phase, in seconds."""
     start_s: float = START_S
     """Time that a worker of a small job may take to start, in seconds."""
-    repeats: int = 5
+    repeats: int = LINK_REPEATS
     """Number of timed messages or collectives of each size."""
     warmups: int = 1
     """Number of untimed messages or collectives of each size, sent first."""

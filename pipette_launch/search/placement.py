@@ -22,7 +22,7 @@ from pipette_launch.cost.step.predictor import PlacementCost
 from pipette_launch.facts import Layout, Links, Measurements
 from pipette_launch.facts.cluster import in_device_order, shared_order
 from pipette_launch.facts.layout import Floats, Ints
-from pipette_launch.facts.measurements import ERROR_OF_MEDIAN
+from pipette_launch.facts.measurements import ERROR_OF_MEDIAN, LINK_REPEATS
 from pipette_launch.search.assignment.descent import Flows, ProblemBuilder, descend
 from pipette_launch.search.slots import IsLate, Placed, Placement, PlacementProblem, Slots, distances_s, tiers_of
 from pipette_launch.search.step_model import linearise
@@ -464,8 +464,6 @@ def shuffled(placement: Placement, slots: Slots, rng: random.Random, *, share: f
 # The hosts of a job that cannot be planned: only the links and maybe the parallel degrees are known. The devices of a
 # host keep successive ranks. `order_H` gives the host of each seat, and seat q holds the ranks from q * devices on.
 
-REPEATS = 5
-"""Number of timed messages behind each measured link."""
 ESTIMATED_ERROR = 0.1
 """Standard error of a link that was not measured, as a share of its time."""
 MOST_ERROR = 0.25
@@ -545,6 +543,6 @@ def _error_HH(measured: Measurements) -> Floats:
     if measured.survey is None:
         return np.zeros((len(measured.cluster.hosts),) * 2)
     estimated_HH = np.array([[*row] for row in measured.survey.origin_HH]) == "e"
-    scatter_HH = measured.survey.spread_HH * ERROR_OF_MEDIAN / math.sqrt(REPEATS)
+    scatter_HH = measured.survey.spread_HH * ERROR_OF_MEDIAN / math.sqrt(LINK_REPEATS)
     error_HH = np.where(estimated_HH, ESTIMATED_ERROR, np.minimum(scatter_HH, MOST_ERROR))
     return np.asarray(np.maximum(error_HH, error_HH.T))

@@ -193,11 +193,11 @@ class PipetteAgent(LocalElasticAgent):
         # torch counts restarts of each node, but the decision counts restarts of the job.
         self._remaining_restarts = decision.restarts_left
         self._controller.show(decision, speaks=round_store.is_coordinator)
-        self._termination.is_held = True
+        self._termination.held_by = os.getpid()
         try:
             return dict(super()._start_workers(worker_group))
         finally:
-            self._termination.is_held = False
+            self._termination.held_by = 0
 
     def _set_up(self, spec: WorkerSpec, decision: Decision) -> None:
         """Set command, output and variables of the workers."""

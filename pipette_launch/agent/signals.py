@@ -105,13 +105,14 @@ class Termination:
 
     def __init__(self) -> None:
         self._number: int | None = None
-        self.is_held = False
-        """True while torch starts workers: an exception would make torch lose workers that run already."""
+        self.held_by = 0
+        """This process while torch starts workers: an exception would make torch lose workers that run already."""
 
     def handle(self, number: int, _frame: FrameType | None = None) -> None:
         """Remember a signal and raise SignalException, as torch's handler does."""
         self._number = number
-        if not self.is_held:
+        # A worker that is forked meanwhile (--run-path) must end by its signal.
+        if os.getpid() != self.held_by:
             self.check()
 
     def check(self) -> None:

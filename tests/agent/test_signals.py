@@ -147,6 +147,26 @@ def test_a_signal_is_remembered_if_python_drops_its_exception(monkeypatch: pytes
     assert signal.SIGTERM == raised.value.sigval
 
 
+def test_a_signal_that_comes_while_workers_start_is_raised_afterwards() -> None:
+    """The next look at the workers raises it; a worker that is forked meanwhile ends at once by its own signal."""
+    termination = Termination()
+    termination.held_by = os.getpid()
+    child = os.fork()
+    if child == 0:
+        try:
+            termination.handle(signal.SIGTERM)
+        except SignalException:
+            os._exit(7)
+        os._exit(0)
+
+    termination.handle(signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+
+    assert 7 == os.waitstatus_to_exitcode(status)
+    with pytest.raises(SignalException, match="got signal: 15"):
+        termination.check()
+
+
 class Deleted:
     """An object that does something when it is deleted."""
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import warm
 from torch.distributed.run import get_args_parser
 
-from tests.end_to_end.jobs import environment, free_port
+from tests.end_to_end.jobs import ROOT, environment, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -192,11 +193,11 @@ class Job:
         (info / "entry_points.txt").write_text("[torchrun.logs_specs]\nasked = asked:Asked\n")
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: asked\nVersion: 1\n")
         own = {**launch.variables, "SEEN": str(self._seen), "PORT": str(self._port)}
-        variables = {**environment(folder), **own}
+        variables = {**environment(folder), **warm.environment([ROOT, ROOT / "patches"]), **own}
         variables["PYTHONPATH"] += f":{folder}"
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-m", launcher, *launch.words(folder, self._port, node)],
+                warm.command(launcher, *launch.words(folder, self._port, node)),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

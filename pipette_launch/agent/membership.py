@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
@@ -11,8 +12,8 @@ from typing import TypeAlias
 from torch.distributed import Store, TCPStore
 
 from pipette_launch.agent.peers import GONE, SILENT, PeerWatch, ReachSweep, answers, connected, why_unreachable
-from pipette_launch.agent.store import BROKEN, AgentStore, RoundStore, StoreGone, growing_pauses
-from pipette_launch.defaults import HOST_SILENCE_S, PEER_WAIT_S, PROBE_S, PROOF_S
+from pipette_launch.agent.store import BROKEN, AgentStore, Reader, RoundStore, StoreGone, growing_pauses, parent_of
+from pipette_launch.defaults import HAND_ON_S, HOST_SILENCE_S, PEER_WAIT_S, PROBE_S, PROOF_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 from pipette_launch.facts.messages import Arrival, Decision, Member, Members, NodeRecord, best_left_out
@@ -77,7 +78,11 @@ class Membership:
             ]
             found = [files.loads(Member, text, f"address of node {rank}") for rank, text in enumerate(texts)]
             met.put("members", files.dumps(Members(generation="", members=tuple(found))))
-        text = met.take("members", what="the list of nodes", deadline_s=PEER_WAIT_S)
+            met.put("joined", uuid.uuid4().hex)
+        name = met.take("joined", what="the list of nodes", deadline_s=PEER_WAIT_S)
+        parent = max(parent_of(group_rank), 0)
+        where = files.loads(Member, met.peek(f"member/{parent}") or "", f"address of node {parent}")
+        text = self._reader(name, where, group_rank, group_size).read("members", met)
         self._members = files.loads(Members, text, "list of nodes").members
         self._torch_ranks = {member.token: rank for rank, member in enumerate(self._members)}
         if min(member.node_rank for member in self._members) >= 0:
@@ -166,19 +171,33 @@ class Membership:
             out_of_reach=tuple(sorted(self._out_of_reach)),
         )
         desk.put(f"arrival/{self._own.token}", files.dumps(arrival))
-        generation = self._answer(leader, desk)
-        if generation.startswith(PARTED):
-            raise ClusterError(generation.removeprefix(PARTED))
-        if generation in (REJOIN, LEFT_OUT):
+        answer = self._answer(leader, desk)
+        if answer.startswith(PARTED):
+            raise ClusterError(answer.removeprefix(PARTED))
+        if answer in (REJOIN, LEFT_OUT):
             # Delete this agent's arrival, so that no later meeting takes it for a new arrival.
             desk.drop(f"arrival/{self._own.token}")
             self._members = ()
-            raise Rejoin(generation)
-        decision = files.loads(Decision, desk.peek(f"{generation}/decision") or "", "decision of the first node")
+            raise Rejoin(answer)
+        generation, place, size, token = answer.split()
+        parent = next((member for member in self._members if member.token == token), leader)
+        reader = self._reader(generation, parent, int(place), int(size))
+        round_store = RoundStore(
+            store,
+            int(size),
+            is_coordinator=False,
+            generation=generation,
+            find_lost=self._find_lost,
+            reader=reader,
+        )
+        decision = files.loads(Decision, reader.read("decision", round_store), "decision of the first node")
+        known = files.loads(Members, reader.read("members", round_store), "list of nodes")
         self._desk.drop("round")
-        known = self._list(desk, generation)
         self._leader, self._leader_store = leader, store
-        return decision, self._begin(known, store, leads=False)
+        return decision, self._begin(known, round_store)
+
+    def _reader(self, name: str, parent: Member, place: int, size: int) -> Reader:
+        return Reader(self._server, name, lambda: connected(parent, within_s=HAND_ON_S), place=place, size=size)
 
     def _store_of(self, leader: Member) -> Store:
         if leader == self._leader and self._leader_store is not None:
@@ -194,33 +213,31 @@ class Membership:
             raise StoreGone(f"its agent does not answer ({error})") from error
 
     def _answer(self, leader: Member, desk: AgentStore) -> str:
-        """Wait for the leader's answer: the name of the new round, `REJOIN` or `LEFT_OUT`."""
+        """Wait for the leader's answer: `REJOIN`, `LEFT_OUT`, `PARTED` with a reason, or the text of `answers_of`."""
         # The first agent waits PEER_WAIT_S for other agents, and may then search for a plan.
         ends_s = time.monotonic() + 2 * PEER_WAIT_S
         pauses_s = growing_pauses(len(self._members))
         key = f"answer/{self._own.token}/{self._num_meetings}"
         last = self._round_store and self._round_store.generation
-        while (answer := desk.peek(key)) is None:
+        while True:
+            # The leader stores all answers before the name of the round.
+            now = desk.peek("round")
+            if (answer := desk.peek(key)) is not None:
+                return answer
             left = self._round_store and desk.peek(f"{self._round_store.generation}/left/{leader.token}")
             if left:
                 self._surely_gone.add(leader.token)
                 raise StoreGone(left)
-            # The list of a thousand nodes is long, so each node reads the list only after a change.
-            now = desk.peek("round")
             if now not in (None, last):
-                # The leader may not have stored its answer yet, or may have answered an older arrival of this agent.
-                return now if self._own in self._list(desk, now).members else LEFT_OUT
+                # The leader may have answered an older arrival of this agent.
+                text = desk.peek(f"{now}/members") or ""
+                return answers_of(files.loads(Members, text, "list of nodes"), leader).get(self._own.token, LEFT_OUT)
             if time.monotonic() > ends_s:
                 raise ClusterError(
                     f"waited {2 * PEER_WAIT_S:.0f} s in vain for the decision of the first node, {leader.address}; "
                     f"look at the log of that node"
                 )
             time.sleep(next(pauses_s))
-        return answer
-
-    @staticmethod
-    def _list(desk: AgentStore, generation: str) -> Members:
-        return files.loads(Members, desk.peek(f"{generation}/members") or "", "list of nodes")
 
     # -- this agent decides ---------------------------------------------------------------------------------------
 
@@ -231,11 +248,11 @@ class Membership:
             self._round_store.put("alarm", "a meeting")
         arrivals = self._gather()
         if why := self._why_parted(len(arrivals)):
-            self._answer_all(arrivals, f"{PARTED}{why}")
+            self._answer_all(arrivals, dict.fromkeys(arrivals, f"{PARTED}{why}"))
             time.sleep(PROOF_S)  # Other agents read the answer in this agent's store, which ends with this agent.
             raise ClusterError(why)
         if self._leader is not None and is_awaited():
-            self._answer_all(arrivals, REJOIN)
+            self._answer_all(arrivals, dict.fromkeys(arrivals, REJOIN))
             self._members = ()
             raise Rejoin(REJOIN)
         self._check_reach([member for member in self._members if member.token in arrivals])
@@ -249,12 +266,16 @@ class Membership:
         lost = held.by_host(self._lost | out_of_reach(here, cut, standby=held.standby)) if held else {}
         decision = decide(records, held, lost)
         known = Members(generation=f"{self._own.token[:8]}-{self._num_meetings}", members=here, cut=cut)
-        self._desk.put(f"{known.generation}/decision", files.dumps(decision))
-        self._desk.put(f"{known.generation}/members", files.dumps(known))
+        round_store = RoundStore(
+            self._server, len(here), is_coordinator=True, generation=known.generation, find_lost=self._find_lost
+        )
+        round_store.put("decision", files.dumps(decision))
+        round_store.put("members", files.dumps(known))
+        self._desk.drop("round")
+        self._answer_all(arrivals, answers_of(known, self._own))
         self._desk.put("round", known.generation)
-        self._answer_all(arrivals, known.generation)
         self._leader, self._leader_store = self._own, None
-        return decision, self._begin(known, self._server, leads=True)
+        return decision, self._begin(known, round_store)
 
     def _gather(self) -> dict[str, Arrival]:
         """Wait until each other agent has come or is known to be lost; return the arrivals by token."""
@@ -330,13 +351,13 @@ class Membership:
             f"it ends here, so that two parts of the job do not train at once"
         )
 
-    def _answer_all(self, arrivals: Mapping[str, Arrival], answer: str) -> None:
+    def _answer_all(self, arrivals: Mapping[str, Arrival], answer: Mapping[str, str]) -> None:
         for token, arrival in arrivals.items():
-            self._desk.put(f"answer/{token}/{arrival.meeting}", answer)
+            self._desk.put(f"answer/{token}/{arrival.meeting}", answer[token])
 
     # -- the round ------------------------------------------------------------------------------------------------
 
-    def _begin(self, known: Members, store: Store, *, leads: bool) -> RoundStore:
+    def _begin(self, known: Members, round_store: RoundStore) -> RoundStore:
         self._members, self._lost, self._surely_gone = known.members, {}, set()
         self._out_of_reach |= {token for pair in known.cut if self._own.token in pair for token in pair}
         self._out_of_reach.discard(self._own.token)
@@ -345,15 +366,8 @@ class Membership:
         turned = (*self._members[place + 1 :], *self._members[:place])
         others = [member for member in turned if member.token not in self._out_of_reach]
         self._finders = (PeerWatch(others[:1]), ReachSweep(others[1:])) if others else ()
-        self._round_store = RoundStore(
-            store,
-            place,
-            len(self._members),
-            is_coordinator=leads,
-            generation=known.generation,
-            find_lost=self._find_lost,
-        )
-        return self._round_store
+        self._round_store = round_store
+        return round_store
 
     def _find_lost(self) -> str:
         """Return which agent is gone or out of reach, and why; empty while all agents answer."""
@@ -386,6 +400,15 @@ class Membership:
         suspected = [one for one in agents if one.token in self._out_of_reach and one != self._own]
         self._out_of_reach = set(unreachable(suspected, timeout_s=PROOF_S))
         return [one for one in suspected if one.token in self._out_of_reach]
+
+
+def answers_of(known: Members, leader: Member) -> dict[str, str]:
+    """Return the leader's answer to each agent of a round: the round, the agent's place, the size, and the parent."""
+    order = (leader, *(member for member in known.members if member != leader))
+    return {
+        member.token: f"{known.generation} {place} {len(order)} {order[max(parent_of(place), 0)].token}"
+        for place, member in enumerate(order)
+    }
 
 
 def unreachable(agents: Sequence[Member], *, timeout_s: float) -> dict[str, str]:

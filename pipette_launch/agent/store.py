@@ -8,22 +8,24 @@ import math
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from torch.distributed import Store
 
 from pipette_launch.agent.signals import STORE_THREAD
-from pipette_launch.defaults import GOODBYE_S, HOST_SILENCE_S
+from pipette_launch.defaults import GOODBYE_S, HAND_ON_S, HOST_SILENCE_S
 from pipette_launch.errors import ClusterError, FileFormatError
 from pipette_launch.facts import files
 from pipette_launch.facts.messages import Decision
 
 FIRST_POLL_S, LAST_POLL_S = 0.02, 0.2
 """First and longest pause (s) between two polls. In a large job, the longest pause grows with the number of nodes."""
+FAN_OUT = 16
+"""Most agents that read long texts in one agent's store. The other agents read in stores of agents that have read."""
 LONG_BYTES = 1 << 12
-"""Texts with more bytes are compressed, because the agent with the store sends the same plan to every node."""
+"""Texts with more bytes are compressed, because every node gets the same plan."""
 MOST_BYTES = 4 << 20
 """Most bytes of one piece of a long text, because TCPStore accepts at most 8 MiB in one value."""
 PACKED = b"\0"
@@ -109,14 +111,18 @@ class AgentStore:
 
     def put(self, key: str, text: str) -> None:
         """Publish a text. A long text is compressed, and cut into pieces that a store accepts."""
-        data = text.encode()
+        data, others = text.encode(), []
         if len(data) > LONG_BYTES:
             packed = zlib.compress(data, level=1)
             first, *others = (packed[start : start + MOST_BYTES] for start in range(0, len(packed), MOST_BYTES))
-            for index, piece in enumerate(others):
-                self._set(f"{key}/{index}", piece)
             data = PACKED + bytes([len(others)]) + first
-        self._set(key, data)
+        self.put_pieces(key, [data, *others])
+
+    def put_pieces(self, key: str, pieces: Sequence[bytes]) -> None:
+        """Publish a text that another store holds in these pieces."""
+        for index, piece in enumerate(pieces[1:]):
+            self._set(f"{key}/{index}", piece)
+        self._set(key, pieces[0])
 
     def _set(self, key: str, data: bytes) -> None:
         # The store takes bytes too, although torch declares only str.
@@ -131,15 +137,13 @@ class AgentStore:
         return self._get(key) if self.has(key) else None
 
     def _get(self, key: str) -> str:
-        found = self._read(key)
-        if found[:1] == PACKED:
-            names = [f"{key}/{index}" for index in range(found[1])]
-            pieces = [found[2:], *(self._read(name) for name in names if self.has(name))]
-            try:
-                found = files.inflate(b"".join(pieces), key)
-            except FileFormatError as error:
-                raise ClusterError(f"the message of another node under {error}") from error
-        return _text(key, found)
+        return _unpacked(key, self.pieces(key))
+
+    def pieces(self, key: str) -> list[bytes]:
+        """Return a published text in the pieces in which the store holds the text."""
+        first = self._read(key)
+        names = [f"{key}/{index}" for index in range(first[1])] if first[:1] == PACKED else []
+        return [first, *(self._read(name) for name in names if self.has(name))]
 
     def _read(self, key: str) -> bytes:
         return self._call(lambda: self._store.get(f"{self._prefix}/{key}"))
@@ -157,6 +161,10 @@ class AgentStore:
 
         Raises ClusterError if the text was not published in time. Raises RoundOver if an agent called a meeting.
         """
+        self._await(key, what, deadline_s)
+        return self._get(key)
+
+    def _await(self, key: str, what: str, deadline_s: float) -> None:
         end = time.monotonic() + deadline_s
         pauses_s = growing_pauses(self._num_nodes)
         while not self.has(key):
@@ -164,10 +172,15 @@ class AgentStore:
             if time.monotonic() > end:
                 raise ClusterError(f"waited {deadline_s:.0f} s in vain for {what}; look at the log of that node")
             time.sleep(next(pauses_s))
-        return self._get(key)
+
+    def is_over(self) -> bool:
+        """Return True if the awaited text can no longer come; always False in the base class."""
+        return False
 
     def check_goes_on(self) -> None:
-        """Raise RoundOver if the awaited text can no longer come; the base class never raises."""
+        """Raise RoundOver if the awaited text can no longer come."""
+        if self.is_over():
+            raise RoundOver("the agents have to meet again")
 
     def settle(self, key: str, text: str) -> str:
         """Publish a text, also during a meeting, unless another agent was first; return the first text."""
@@ -181,23 +194,24 @@ class RoundStore(AgentStore):
     def __init__(
         self,
         store: Store,
-        group_rank: int,
         group_size: int,
         *,
         is_coordinator: bool,
         generation: str = "round",
         find_lost: Callable[[], str] = lambda: "",
+        reader: Reader | None = None,
     ) -> None:
         """Begin a round; the coordinator decides for all agents and holds the store.
 
-        `group_rank` is the agent's index in the round. `find_lost` returns which agent is gone and why, or "".
+        `find_lost` returns which agent is gone and why, or "". `reader` reads long texts for this agent; with None,
+        this store does.
         """
         super().__init__(store, f"pipette/{generation}", is_own=is_coordinator, num_nodes=group_size)
         self.generation = generation
-        self.group_rank = group_rank
         self.group_size = group_size
         self.is_coordinator = is_coordinator
         self._find_lost = find_lost
+        self._reader = reader
         self._glances: dict[str, tuple[float, bool]] = {}
         """Time (s) of the last look for a key, and the result."""
 
@@ -217,15 +231,93 @@ class RoundStore(AgentStore):
             self.put("alarm", lost)
         return bool(lost) or self.glance("alarm")
 
-    def check_goes_on(self) -> None:
-        """Raise RoundOver if an agent called a meeting."""
-        if self.is_over():
-            raise RoundOver("the agents have to meet again")
+    def take_shared(self, key: str, *, what: str, deadline_s: float) -> str:
+        """Wait for a long text as `take` does, and read the text in the store of another agent that has read it."""
+        self._await(key, what, deadline_s)
+        return self._reader.read(key, self) if self._reader else self._get(key)
 
     def say(self, key: str, text: str) -> None:
         """Publish a text for which no agent waits; ignore a store that is gone."""
         with contextlib.suppress(StoreGone):
             self.put(key, text)
+
+
+def parent_of(place: int) -> int:
+    """Return the place of the agent in whose store an agent reads long texts. The first agent has place 0."""
+    return (place - 1) // FAN_OUT
+
+
+def patience_s(place: int) -> float:
+    """Return how long an agent waits until its parent has a text, before it reads the text in the first agent's store.
+
+    The wait grows with the number of agents between the agent and the first agent. If one of these agents is lost, only
+    its children fall back to the first agent's store, and the children of its children get the text in time.
+    """
+    parent = parent_of(place)
+    return HAND_ON_S + patience_s(parent) if parent > 0 else 0.0
+
+
+class Reader:
+    """Reads the long texts of one round for one agent, and keeps the texts in its own store for other agents.
+
+    The agents form a tree. Each agent reads a text in the store of its parent, so that no store sends a text to more
+    than `FAN_OUT` agents.
+    """
+
+    def __init__(self, own: Store, name: str, connect: Callable[[], Store], *, place: int, size: int) -> None:
+        """Take this agent's store, the unique name of the round, and the agent's place among `size` agents.
+
+        `connect` connects to the parent's store.
+        """
+        self._prefix, self._connect = f"pipette/{name}", connect
+        self._own = AgentStore(own, self._prefix, is_own=True)
+        self._parent: AgentStore | None = None
+        self._patience_s = patience_s(place)
+        """Longest wait (s) for the parent; 0 = read in the first agent's store, as after a failure of the parent."""
+        self._has_children = parent_of(size - 1) >= place
+
+    def read(self, key: str, first: AgentStore) -> str:
+        """Return a text that the first agent's store has: from the parent's store, else from the first agent's."""
+        pieces = self._from_parent(key, first.is_over) or first.pieces(key)
+        if self._has_children:
+            self._own.put_pieces(key, pieces)
+        return _unpacked(key, pieces)
+
+    def _from_parent(self, key: str, is_over: Callable[[], bool]) -> list[bytes]:
+        """Return the pieces of a text in the parent's store; empty if the parent is lost or late, or if `is_over`."""
+        if not self._patience_s:
+            return []
+        ends_s = time.monotonic() + self._patience_s
+        call = call_torch(lambda: self._look(key, ends_s))
+        while not wait([call], LAST_POLL_S).done and time.monotonic() < ends_s and not is_over():
+            pass
+        if call.done() and not call.exception():
+            return call.result()
+        why = call.exception() if call.done() else "it is late"
+        logger.info("the first agent's store sends %s, as the agent that should hand it on does not: %s", key, why)
+        self._patience_s = 0.0
+        return []
+
+    def _look(self, key: str, ends_s: float) -> list[bytes]:
+        # This thread may wait for the parent, so it calls the store as the owner of a store does.
+        parent = self._parent = self._parent or AgentStore(self._connect(), self._prefix, is_own=True)
+        pauses_s = growing_pauses()
+        while not parent.has(key):
+            if time.monotonic() > ends_s:
+                raise TimeoutError("it has not read the text yet")
+            time.sleep(next(pauses_s))
+        return parent.pieces(key)
+
+
+def _unpacked(key: str, pieces: Sequence[bytes]) -> str:
+    """Return the text of the pieces of a message."""
+    data = pieces[0]
+    if data[:1] == PACKED:
+        try:
+            data = files.inflate(b"".join([data[2:], *pieces[1:]]), key)
+        except FileFormatError as error:
+            raise ClusterError(f"the message of another node under {error}") from error
+    return _text(key, data)
 
 
 def _text(key: str, found: bytes) -> str:

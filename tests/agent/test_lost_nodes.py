@@ -249,7 +249,7 @@ def relays(folder: Path, measured: str, decision: Decision = WITHOUT_FIRST) -> t
     return [
         Warmup(
             controller,  # type: ignore[arg-type]
-            RoundStore(store, rank, 3, is_coordinator=rank == 0),
+            RoundStore(store, 3, is_coordinator=rank == 0),
             decision,
             f"t{rank}",
         )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,11 @@ from launch.worlds import records
 from torch.distributed import HashStore, TCPStore
 
 from pipette_launch.agent import membership
+from pipette_launch.agent import store as agent_store
 from pipette_launch.agent.membership import LEFT_OUT, PROBE_S, PROOF_S, Membership, Rejoin, out_of_reach
 from pipette_launch.agent.peers import GONE, SILENT, why_unreachable
 from pipette_launch.agent.store import AgentStore, RoundStore
-from pipette_launch.defaults import HOST_SILENCE_S
+from pipette_launch.defaults import HAND_ON_S, HOST_SILENCE_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts.messages import Decision, Member, NodeRecord
 
@@ -293,13 +295,13 @@ def test_who_waits_for_an_answer_does_not_read_the_list_of_all_again_and_again(m
     agents = Agents(2)
     agents.meet(0, 1)
     read: list[str] = []
-    get = AgentStore._get
+    pieces = AgentStore.pieces
 
-    def noted(store: AgentStore, key: str) -> str:
+    def noted(store: AgentStore, key: str) -> list[bytes]:
         read.append(key)
-        return get(store, key)
+        return pieces(store, key)
 
-    monkeypatch.setattr(AgentStore, "_get", noted)
+    monkeypatch.setattr(AgentStore, "pieces", noted)
     with ThreadPoolExecutor(2) as pool:
         early = pool.submit(agents.come, 1)
         time.sleep(1.0)
@@ -307,6 +309,68 @@ def test_who_waits_for_an_answer_does_not_read_the_list_of_all_again_and_again(m
         early.result(10.0)
 
     assert 1 == sum("members" in key for key in read), read
+
+
+@pytest.fixture
+def readers(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """Let two agents read in each store; returns who reads the decision in the first agent's store, and elsewhere."""
+    monkeypatch.setattr(agent_store, "FAN_OUT", 2)
+    found: dict[str, list[str]] = {"first": [], "parents": []}
+    pieces = AgentStore.pieces
+
+    def noted(store: AgentStore, key: str) -> list[bytes]:
+        if key == "decision":
+            found["first" if isinstance(store, RoundStore) else "parents"].append(store._prefix)
+        return pieces(store, key)
+
+    monkeypatch.setattr(AgentStore, "pieces", noted)
+    return found
+
+
+def test_decisions_reach_all_agents_through_a_tree(readers: dict[str, list[str]]) -> None:
+    """The first agent's store sends a decision to two agents, and these send it to two more each."""
+    agents = Agents(12)
+    rounds = [agents.meet(*range(12)) for _ in range(2)]
+
+    assert all([rounds[0][0][0]] * 12 == [decision for decision, _ in met] for met in rounds)
+    assert [4, 18] == [len(readers["first"]), len(readers["parents"])]
+
+
+def test_a_lost_agent_is_no_parent(readers: dict[str, list[str]]) -> None:
+    """Whoever has not come to the meeting has no text to hand on."""
+    agents = Agents(8)
+    agents.meet(*range(8))
+    agents.all[0].leave_behind(["token-node1", "token-node2"], SILENT)
+    began_s = time.monotonic()
+    agents.meet(0, *range(3, 8))
+
+    assert [4, 8] == [len(readers["first"]), len(readers["parents"])]
+    assert time.monotonic() - began_s < HAND_ON_S
+
+
+@pytest.mark.parametrize(("parent", "waits_s"), [(answering, HAND_ON_S), (stopped, HAND_ON_S), (ended, 0.0)])
+def test_a_parent_that_hands_nothing_on_delays_only_its_children(
+    readers: dict[str, list[str]], parent: type, waits_s: float
+) -> None:
+    """They read in the first agent's store, and their own children still read in theirs."""
+    with parent() as port:
+        agents = Agents(12)
+        agents.meet(*range(12))
+        for read in readers.values():
+            read.clear()
+        one = agents.all[1]
+        one._stop_watching()
+        # The other agents connect to this port from now on, as if the agent had ended, or were stopped.
+        broken = replace(one._own, port=port)
+        for other in agents.all:
+            other._members = tuple(broken if member == one._own else member for member in other._members)
+        one._own = broken
+        began_s = time.monotonic()
+        met = agents.meet(*range(12))
+
+        assert 1 == len({store.generation for _, store in met})
+        assert [2 + 2, 9 - 2] == [len(readers["first"]), len(readers["parents"])]
+        assert waits_s <= time.monotonic() - began_s < waits_s + HAND_ON_S
 
 
 def member(name: str) -> Member:

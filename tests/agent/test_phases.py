@@ -21,9 +21,7 @@ from pipette_launch.agent.store import RoundStore
 def witnesses(count: int, *, proven: bool = False) -> list[FirstIteration]:
     """One for each node of a round."""
     store = HashStore()
-    return [
-        FirstIteration(RoundStore(store, rank, count, is_coordinator=rank == 0), proven=proven) for rank in range(count)
-    ]
+    return [FirstIteration(RoundStore(store, count, is_coordinator=rank == 0), proven=proven) for rank in range(count)]
 
 
 def test_an_iteration_is_known_everywhere() -> None:
@@ -84,7 +82,7 @@ def test_a_lost_store_leaves_what_was_seen_here() -> None:
 
         check = add = set = compare_set = _raise  # type: ignore[assignment]
 
-    alone = FirstIteration(RoundStore(Gone(), 1, 2, is_coordinator=False), proven=False)
+    alone = FirstIteration(RoundStore(Gone(), 2, is_coordinator=False), proven=False)
     silent = alone.has_trained(wait_s=1)
     alone.see()
 

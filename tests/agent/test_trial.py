@@ -95,7 +95,7 @@ class Node:
     def __init__(self, index: int, store: Any, code: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
         # A trial sets it for its workers.
         monkeypatch.setenv("TMPDIR", tempfile.gettempdir())
-        self.round_store = RoundStore(store, index, 2, is_coordinator=index == 0)
+        self.round_store = RoundStore(store, 2, is_coordinator=index == 0)
         self.token, self.bindings, self.judge = HOSTS[index], (DeviceBinding(rank=index, device=0),), Judge()
         self.trial = TrialRun(self.judge, self.round_store, DECISION, self.token)  # type: ignore[arg-type]
         self.trial.open_logs()[0].start()

@@ -227,7 +227,7 @@ class Node:
     """One agent with two workers."""
 
     def __init__(self, folder: Path, index: int, store: Any, how: list[str]) -> None:
-        self.round_store = RoundStore(store, index, 2, is_coordinator=index == 0)
+        self.round_store = RoundStore(store, 2, is_coordinator=index == 0)
         self.host = HOSTS[index]
         self.watcher = Watcher(folder / self.host)
         self.warmup = Warmup(self.watcher, self.round_store, DECISION, self.host)  # type: ignore[arg-type]
@@ -400,7 +400,7 @@ class World:
         self.processes = {0: process}
         monkeypatch.setattr(warmup, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         controller: Any = SimpleNamespace(warmup_sign=lambda _: (self.sign, ""))
-        self.warmup = Warmup(controller, RoundStore(HashStore(), 0, 1, is_coordinator=True), DECISION, "node1")
+        self.warmup = Warmup(controller, RoundStore(HashStore(), 1, is_coordinator=True), DECISION, "node1")
         self.warmup._sampled_s = 0.0
 
     def hung_after(self, *, until_s: float, step_s: float = 1.0) -> float | None:
@@ -482,7 +482,7 @@ def test_launchers_of_4096_ranks_wait_for_late_imports(
     launchers = [
         Warmup(
             SimpleNamespace(warmup_deadline_s=deadline_s),  # type: ignore[arg-type]
-            RoundStore(store, index, num_nodes, is_coordinator=True),
+            RoundStore(store, num_nodes, is_coordinator=True),
             many,
             token,
         )

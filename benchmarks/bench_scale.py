@@ -2,14 +2,15 @@
 
 `python -m benchmarks.bench_scale [--nodes 128,256,...] [--record]` writes all of scale.md, and goes on after an
 interruption (`--log`). It forks one first agent, which decides with the real coordinator, and a few processes that play
-the other agents: each agent is a thread that runs the product's own meeting, warm-up and end over a connection of its
-own. Measurements are drawn (`plan_machines`), and no worker runs.
+the other agents: each agent is a thread that runs the product's own meeting, warm-up and end, with a store and
+connections of its own. Measurements are drawn (`plan_machines`), and no worker runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import hashlib
 import json
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -70,7 +72,9 @@ CACHED = ("join", "meet", "watch training", "lose", "end")
 STARTS = ("join", "meet", "end warm-up", "plan", "start")
 """Phases from torch's rendezvous to the start of the training, beside measuring."""
 STARTED = ("cold", "cached")
-GROWS = ("first_s", "last_s", "cpu_s", "messages", "bytes")
+GROWS = ("first_s", "last_s", "cpu_s", "messages", "first_bytes", "bytes", "most_bytes")
+HAND_ON_S = 60.0
+"""Longest wait for a parent to hand on a text. The product waits for 2 s, but played agents share their cores."""
 RESULTS = Path(__file__).parent / "results"
 LOG = Path(tempfile.gettempdir()) / "bench_scale.jsonl"
 
@@ -81,7 +85,9 @@ LOG = Path(tempfile.gettempdir()) / "bench_scale.jsonl"
 def record(index: int) -> NodeRecord:
     """Return what an agent would say about a host of eight GPUs."""
     memory = 80 << 30
-    uuids = [f"GPU-{index:08x}-0000-4000-8000-{local:012x}" for local in range(SIZE)]
+    # Identifiers of real devices and agents look random, and so cannot be compressed.
+    digests = [hashlib.sha256(f"{index} {local}".encode()).digest()[:16] for local in range(SIZE)]
+    uuids = [f"GPU-{uuid.UUID(bytes=digest)}" for digest in digests]
     devices = tuple(
         Device(
             kind="cuda", uuid=uuid, name="NVIDIA A100-SXM4-80GB", memory_total_bytes=memory, memory_free_bytes=memory
@@ -103,7 +109,7 @@ def record(index: int) -> NodeRecord:
     )
     versions = {"torch": "2.9.1", "cuda": "12.8", "nccl": "2.27.5", "driver": "570.86.15", "megatron-core": "0.16.1"}
     return NodeRecord(
-        token=f"{index * 0x9E3779B97F4A7C15 % 2**128 | 1 << 127:032x}", host=host, trouble="", num_slots=SIZE,
+        token=digests[0][::-1].hex(), host=host, trouble="", num_slots=SIZE,
         node_rank=-1, script_digest="d" * 16, versions=versions, attempt=-1, verdict="none", failure=None,
         conditions=conditions, max_restarts=3,
     )  # fmt: skip
@@ -145,10 +151,10 @@ def measure(order: WarmupOrder) -> None:
 
 
 class Counted:
-    """A client of a store that counts messages and bytes."""
+    """A client of a store that counts messages and bytes, also for each store by its port."""
 
-    def __init__(self, store: Any, counts: Counter[str]) -> None:
-        self._store, self._counts = store, counts
+    def __init__(self, store: Any, port: int, counts: Counter[str]) -> None:
+        self._store, self._port, self._counts = store, f"bytes {port}", counts
 
     def __getattr__(self, name: str) -> Any:
         do = getattr(self._store, name)
@@ -157,7 +163,7 @@ class Counted:
             self._counts["messages"] += 1
             answer = do(*args)
             sent = sum(len(one) for one in args if isinstance(one, str | bytes))
-            self._counts["bytes"] += sent + (len(answer) if isinstance(answer, bytes) else 8)
+            self._counts[self._port] += sent + (len(answer) if isinstance(answer, bytes) else 8)
             return answer
 
         return call
@@ -174,12 +180,22 @@ class NoFinder:
 
 
 def play_within_one_process(counts: Counter[str]) -> None:
-    """Let all agents of this process share a listening store, and results of reading equal texts."""
-    shared = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    """Let all agents of this process share results of reading equal texts, and count what they read."""
     swap = membership.__dict__
-    swap.update(TCPStore=lambda *_, **__: shared, PeerWatch=NoFinder, ReachSweep=NoFinder)
-    swap["connected"] = lambda peer, within_s: Counted(peers.connected(peer, within_s=within_s), counts)
+    swap.update(PeerWatch=NoFinder, ReachSweep=NoFinder, HAND_ON_S=HAND_ON_S)
+    swap["connected"] = lambda peer, within_s: Counted(peers.connected(peer, within_s=within_s), peer.port, counts)
     agent_store.within = peers.within = lambda _seconds, do: do()
+    agent_store.HAND_ON_S = HAND_ON_S  # type: ignore[assignment]
+    handed_on = agent_store.Reader._from_parent
+
+    def counted(reader: agent_store.Reader, key: str, is_over: Callable[[], bool]) -> list[bytes]:
+        began_s, has_parent = time.monotonic(), reader._patience_s > 0
+        pieces = handed_on(reader, key, is_over)
+        counts["late"] += has_parent and not pieces
+        counts["slowest"] = max(counts["slowest"], int(1e3 * (time.monotonic() - began_s)))
+        return pieces
+
+    agent_store.Reader._from_parent = counted  # type: ignore[method-assign]
     alone = threading.Lock()
 
     def once(do: Callable[..., Any]) -> Callable[..., Any]:
@@ -329,7 +345,7 @@ def first(size: int, names: Sequence[str], cache: Path, port: Any, barrier: Any,
         text = files.dumps(decision) if decision else ""
         results.put({
             "first": name, "first_s": mine_s, "cpu_s": after.user + after.system - before.user - before.system,
-            "files": len(list(Path("/proc/self/fd").iterdir())),
+            "files": len(list(Path("/proc/self/fd").iterdir())), "ports": [agent.membership._server.port, store.port],
             "decision": len(text), "phase": decision.phase if decision else "",
         })  # fmt: skip
     results.put({"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024})
@@ -338,6 +354,8 @@ def first(size: int, names: Sequence[str], cache: Path, port: Any, barrier: Any,
 def player(size: int, names: Sequence[str], number: int, port: Any, barrier: Any, results: Any) -> None:
     """Play a share of the agents, each in a thread."""
     os.nice(10)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     threading.stack_size(1 << 18)
     counts: Counter[str] = Counter()
     play_within_one_process(counts)
@@ -346,7 +364,7 @@ def player(size: int, names: Sequence[str], number: int, port: Any, barrier: Any
     barrier.wait()
     barrier.wait()
     stores = [TCPStore("localhost", port.value, is_master=False, wait_for_workers=False) for _ in agents]
-    phases = [steps(agent, Counted(store, counts)) for agent, store in zip(agents, stores, strict=True)]
+    phases = [steps(agent, Counted(store, store.port, counts)) for agent, store in zip(agents, stores, strict=True)]
 
     def guarded(step: Callable[[], Any], ended: list[float]) -> None:
         try:
@@ -402,8 +420,16 @@ def run(size: int, cache: Path, names: Sequence[str] = PHASES) -> dict[str, Any]
             row = found[told.pop("player")]
             row["last_s"] = max(row["last_s"], told["last_s"])
             row["errors"] = row["errors"] or told["errors"]
-            for key in ("messages", "bytes", "failed", "their_cpu_s"):
-                row[key] += told.get(key, 0)
+            row["slowest"] = max(row["slowest"], told.pop("slowest", 0))
+            for key, amount in told.items():
+                if key not in ("last_s", "errors"):
+                    row[key] += amount
+    for name in names:
+        sent = {key: found[name].pop(key) for key in list(found[name]) if key.startswith("bytes ")}
+        firsts = {f"bytes {port}" for port in found[name].pop("ports")}
+        found[name]["bytes"] = sum(sent.values())
+        found[name]["first_bytes"] = sum(amount for key, amount in sent.items() if key in firsts)
+        found[name]["most_bytes"] = max((amount for key, amount in sent.items() if key not in firsts), default=0)
     for process in processes:
         process.join(20)
         if process.is_alive():
@@ -476,24 +502,27 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
 
 def table(found: dict[int, dict[str, Any]], names: Sequence[str]) -> Iterator[str]:
     """Lines of markdown: one row for each phase and number of nodes, and the growth of each phase."""
-    yield "| phase | nodes | first agent | last agent | its CPU | CPU of a played agent | messages | MB | failed |"
-    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
+    yield (
+        "| phase | nodes | first agent | last agent | its CPU | CPU of a played agent | messages "
+        "| MB, first agent | MB, most of another | MB, all | failed |"
+    )
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
     for name in names:
         rows = {size: one[name] for size, one in sorted(found.items()) if name in one}
         for size, row in rows.items():
             yield (
                 f"| {name} | {size:,} | {row['first_s']:.2f} s | {row['last_s']:.2f} s | {row['cpu_s']:.2f} s "
-                f"| {1e3 * row['their_cpu_s'] / size:.1f} ms | {row['messages']:,.0f} | {row['bytes'] / 1e6:.1f} "
-                f"| {row['failed']:.0f} |"
+                f"| {1e3 * row['their_cpu_s'] / size:.1f} ms | {row['messages']:,.0f} | {row['first_bytes'] / 1e6:.1f} "
+                f"| {row['most_bytes'] / 1e6:.1f} | {row['bytes'] / 1e6:.1f} | {row['failed']:.0f} |"
             )
         if len(rows) > 1:
-            first, last, cpu, messages, sent = (f"N^{grows(rows, key):.1f}" for key in GROWS)
-            yield f"| {name} | **growth** | {first} | {last} | {cpu} | | {messages} | {sent} | |"
+            first, last, cpu, *others = (f"N^{grows(rows, key):.1f}" for key in GROWS)
+            yield f"| {name} | **growth** | {first} | {last} | {cpu} | | {' | '.join(others)} | |"
             at = {key: max(rows[max(rows)][key], 1e-3) * (LARGEST / max(rows)) ** grows(rows, key) for key in GROWS}
             if max(rows) < LARGEST:
                 yield (
                     f"| {name} | {LARGEST:,}, extrapolated | | | {at['cpu_s']:.1f} s | | {at['messages']:,.0f} "
-                    f"| {at['bytes'] / 1e6:,.0f} | |"
+                    f"| {at['first_bytes'] / 1e6:,.0f} | {at['most_bytes'] / 1e6:,.0f} | {at['bytes'] / 1e6:,.0f} | |"
                 )
 
 

@@ -271,7 +271,7 @@ class Membership:
         )
         round_store.put("decision", files.dumps(decision))
         round_store.put("members", files.dumps(known))
-        self._desk.drop("round")
+        self._desk.put("round", "")
         self._answer_all(arrivals, answers_of(known, self._own))
         self._desk.put("round", known.generation)
         self._leader, self._leader_store = self._own, None

@@ -133,8 +133,9 @@ class AgentStore:
         return bool(self._call(lambda: self._store.check([f"{self._prefix}/{key}"])))
 
     def peek(self, key: str) -> str | None:
-        """Return a text, or None if the text is not published yet; never blocks."""
-        return self._get(key) if self.has(key) else None
+        """Return a text, or None if the text is not published yet, or is empty; never blocks."""
+        # torch returns an empty text if another agent deletes the text between the two calls.
+        return (self._get(key) if self.has(key) else "") or None
 
     def _get(self, key: str) -> str:
         return _unpacked(key, self.pieces(key))

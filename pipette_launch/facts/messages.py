@@ -352,7 +352,7 @@ class Decision:
         choice = self.choice if self.phase in ("trial", "train") else None
         if choice is None or self.plan is None:
             name = self.hosts[here]
-            before = self.host_order[: self.host_order.index(name)] if self.host_order else self.hosts[:here]
+            before = set(self.host_order[: self.host_order.index(name)] if self.host_order else self.hosts[:here])
             first = sum(count for host, count in zip(self.hosts, self.num_slots, strict=True) if host in before)
             return tuple(range(first, first + self.num_slots[here]))
         size = self.plan.devices_per_host

@@ -281,6 +281,20 @@ def test_who_is_in_a_round_needs_no_answer() -> None:
         assert 2 == len(early.result(10.0)[0].tokens)
 
 
+def test_a_name_that_is_just_deleted_is_no_round() -> None:
+    """An agent gets an empty text from torch if it reads while the first agent deletes."""
+    agents = Agents(2)
+    agents.meet(0, 1)
+    desk = agents.all[0]._desk
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(agents.come, 1)
+        desk.put("round", "")
+        time.sleep(0.5)
+        agents.come(0)
+
+        assert 2 == len(early.result(10.0)[0].tokens)
+
+
 def test_at_the_first_meeting_too_only_one_half_goes_on(cut_wires: Any) -> None:
     """The one with the first agent in it: the other one may be well."""
     agents = Agents(2)

@@ -205,6 +205,14 @@ def test_the_end_of_the_first_agent_ends_the_wait_for_a_parent() -> None:
     assert time.monotonic() - began_s < 1.0
 
 
+def test_an_empty_text_counts_as_not_published() -> None:
+    """An agent gets an empty text from torch if it reads while another agent deletes."""
+    ours = own_store()
+    ours.put("key", "")
+
+    assert ours.peek("key") is None
+
+
 def test_the_first_word_counts() -> None:
     """Whoever comes later hears it."""
     store = HashStore()

@@ -36,6 +36,7 @@ from torch.distributed import TCPStore
 
 from benchmarks.plan_machines import WORDS, job_of, measured
 from benchmarks.telling import processor
+from pipette_launch import defaults
 from pipette_launch.agent import membership, peers
 from pipette_launch.agent import store as agent_store
 from pipette_launch.agent.membership import Membership
@@ -56,7 +57,7 @@ from pipette_launch.search.solve import SolveOptions, solve
 
 NODES = (128, 256, 512, 1024, 2048)
 LARGEST = 4096
-"""Rows for this number of nodes are extrapolated. On 2 cores, 4,096 played agents stop all other work."""
+"""Rows for this number of nodes are extrapolated, unless `--nodes` contains it."""
 PLAYERS = 4
 """Processes that play agents."""
 SIZE, DEVICE = 8, "NVIDIA A100-SXM4-80GB"
@@ -180,7 +181,7 @@ class NoFinder:
 
 
 def play_within_one_process(counts: Counter[str]) -> None:
-    """Let all agents of this process share results of reading equal texts, and count what they read."""
+    """Let all agents of this process share results of reading equal texts, and count messages and bytes."""
     swap = membership.__dict__
     swap.update(PeerWatch=NoFinder, ReachSweep=NoFinder, HAND_ON_S=HAND_ON_S)
     swap["connected"] = lambda peer, within_s: Counted(peers.connected(peer, within_s=within_s), peer.port, counts)
@@ -411,7 +412,7 @@ def run(size: int, cache: Path, names: Sequence[str] = PHASES) -> dict[str, Any]
         process.start()
     found: dict[str, Any] = {name: defaultdict(float) for name in names}
     for _ in range(len(names) * (1 + PLAYERS) + 1):
-        told = results.get(timeout=900)
+        told = results.get(timeout=1800)
         if "peak" in told:
             found["peak"] = told["peak"]
         elif "first" in told:
@@ -504,25 +505,27 @@ def table(found: dict[int, dict[str, Any]], names: Sequence[str]) -> Iterator[st
     """Lines of markdown: one row for each phase and number of nodes, and the growth of each phase."""
     yield (
         "| phase | nodes | first agent | last agent | its CPU | CPU of a played agent | messages "
-        "| MB, first agent | MB, most of another | MB, all | failed |"
+        "| MB, first agent | MB, another | MB, all | hand-on | late | failed |"
     )
-    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
     for name in names:
         rows = {size: one[name] for size, one in sorted(found.items()) if name in one}
         for size, row in rows.items():
             yield (
                 f"| {name} | {size:,} | {row['first_s']:.2f} s | {row['last_s']:.2f} s | {row['cpu_s']:.2f} s "
                 f"| {1e3 * row['their_cpu_s'] / size:.1f} ms | {row['messages']:,.0f} | {row['first_bytes'] / 1e6:.1f} "
-                f"| {row['most_bytes'] / 1e6:.1f} | {row['bytes'] / 1e6:.1f} | {row['failed']:.0f} |"
+                f"| {row['most_bytes'] / 1e6:.1f} | {row['bytes'] / 1e6:.1f} | {row['slowest'] / 1e3:.2f} s "
+                f"| {row['late']:.0f} | {row['failed']:.0f} |"
             )
         if len(rows) > 1:
             first, last, cpu, *others = (f"N^{grows(rows, key):.1f}" for key in GROWS)
-            yield f"| {name} | **growth** | {first} | {last} | {cpu} | | {' | '.join(others)} | |"
+            yield f"| {name} | **growth** | {first} | {last} | {cpu} | | {' | '.join(others)} | | | |"
             at = {key: max(rows[max(rows)][key], 1e-3) * (LARGEST / max(rows)) ** grows(rows, key) for key in GROWS}
             if max(rows) < LARGEST:
                 yield (
                     f"| {name} | {LARGEST:,}, extrapolated | | | {at['cpu_s']:.1f} s | | {at['messages']:,.0f} "
-                    f"| {at['first_bytes'] / 1e6:,.0f} | {at['most_bytes'] / 1e6:,.0f} | {at['bytes'] / 1e6:,.0f} | |"
+                    f"| {at['first_bytes'] / 1e6:,.0f} | {at['most_bytes'] / 1e6:,.0f} | {at['bytes'] / 1e6:,.0f} "
+                    f"| | | |"
                 )
 
 
@@ -561,9 +564,10 @@ def conditions(known: dict[tuple[str, int], Any]) -> str:
 
 
 REMARKS = f"""**Measured**: a real first agent with the product's coordinator, search and store, and all messages of all
-agents, each over a connection of its own. **Played**: the other agents share {PLAYERS} processes, read equal texts once
-in each process, and look for no lost agents. **Not run**: torch's rendezvous (`bench_rendezvous`), workers, measuring,
-and a network. **Extrapolated**: rows that say so, by the growth of the measured rows.
+agents, each with a store and connections of its own. **Played**: the other agents share {PLAYERS} processes, decode
+equal texts once in each process, wait up to {HAND_ON_S:g} s for an agent that hands a text on (the product waits
+{defaults.HAND_ON_S:g} s for each), and look for no lost agents. **Not run**: torch's rendezvous (`bench_rendezvous`),
+workers, measuring, and a network. **Extrapolated**: rows that say so, by the growth of the measured rows.
 
 The first agent and the played agents share the cores. So seconds of the clock are too long, and most of them are the
 played agents' CPU seconds. On nodes of their own, the first agent needs about its CPU seconds, and each other agent
@@ -572,8 +576,12 @@ busy machine.
 
 One agent in {LOST_PART} leaves in the phase `lose`, whose time contains a search for the remaining nodes. The phase
 `files` writes measurements, report and trace; the product writes them beside the training. A watched phase lasts
-{WATCH_S:g} s; its messages are the messages of that time. MB count both directions. Peak memory contains the drawing of
-the measurements.
+{WATCH_S:g} s; its messages are the messages of that time. Peak memory contains the drawing of the measurements.
+
+MB count both directions: at the store of the first agent, at the other store with the most bytes, and at all stores. In
+the phase `join`, the first agent's store contains the store of torch's rendezvous. The column `late` has the number of
+long texts that an agent read in the first agent's store, because no other agent had handed the text on. The column
+`hand-on` has the longest time until an agent had a text from another agent.
 """
 
 

@@ -80,9 +80,9 @@ class Membership:
             met.put("members", files.dumps(Members(generation="", members=tuple(found))))
             met.put("joined", uuid.uuid4().hex)
         name = met.take("joined", what="the list of nodes", deadline_s=PEER_WAIT_S)
-        parent = max(parent_of(group_rank), 0)
+        parent = parent_of(group_rank)
         where = files.loads(Member, met.peek(f"member/{parent}") or "", f"address of node {parent}")
-        text = self._reader(name, where, group_rank, group_size).read("members", met)
+        text = self._reader(name, group_rank, where).read("members", met)
         self._members = files.loads(Members, text, "list of nodes").members
         self._torch_ranks = {member.token: rank for rank, member in enumerate(self._members)}
         if min(member.node_rank for member in self._members) >= 0:
@@ -181,14 +181,9 @@ class Membership:
             raise Rejoin(answer)
         generation, place, size, token = answer.split()
         parent = next((member for member in self._members if member.token == token), leader)
-        reader = self._reader(generation, parent, int(place), int(size))
+        reader, find_lost = self._reader(generation, int(place), parent), self._find_lost
         round_store = RoundStore(
-            store,
-            int(size),
-            is_coordinator=False,
-            generation=generation,
-            find_lost=self._find_lost,
-            reader=reader,
+            store, int(size), is_coordinator=False, generation=generation, find_lost=find_lost, reader=reader
         )
         decision = files.loads(Decision, reader.read("decision", round_store), "decision of the first node")
         known = files.loads(Members, reader.read("members", round_store), "list of nodes")
@@ -196,8 +191,8 @@ class Membership:
         self._leader, self._leader_store = leader, store
         return decision, self._begin(known, round_store)
 
-    def _reader(self, name: str, parent: Member, place: int, size: int) -> Reader:
-        return Reader(self._server, name, lambda: connected(parent, within_s=HAND_ON_S), place=place, size=size)
+    def _reader(self, name: str, place: int, parent: Member) -> Reader:
+        return Reader(self._server, name, place, lambda: connected(parent, within_s=HAND_ON_S))
 
     def _store_of(self, leader: Member) -> Store:
         if leader == self._leader and self._leader_store is not None:
@@ -406,7 +401,7 @@ def answers_of(known: Members, leader: Member) -> dict[str, str]:
     """Return the leader's answer to each agent of a round: the round, the agent's place, the size, and the parent."""
     order = (leader, *(member for member in known.members if member != leader))
     return {
-        member.token: f"{known.generation} {place} {len(order)} {order[max(parent_of(place), 0)].token}"
+        member.token: f"{known.generation} {place} {len(order)} {order[parent_of(place)].token}"
         for place, member in enumerate(order)
     }
 

@@ -157,15 +157,11 @@ class AgentStore:
         """Add `amount` to a counter and return the sum; an amount of 0 only reads the counter."""
         return int(self._call(lambda: self._store.add(f"{self._prefix}/{key}", amount)))
 
-    def take(self, key: str, *, what: str, deadline_s: float) -> str:
-        """Wait for a text; error messages name the text by `what`.
+    def take(self, key: str, *, what: str, deadline_s: float, reader: Reader | None = None) -> str:
+        """Wait for a text, and let `reader`, if any, read it; error messages name the text by `what`.
 
         Raises ClusterError if the text was not published in time. Raises RoundOver if an agent called a meeting.
         """
-        self._await(key, what, deadline_s)
-        return self._get(key)
-
-    def _await(self, key: str, what: str, deadline_s: float) -> None:
         end = time.monotonic() + deadline_s
         pauses_s = growing_pauses(self._num_nodes)
         while not self.has(key):
@@ -173,6 +169,7 @@ class AgentStore:
             if time.monotonic() > end:
                 raise ClusterError(f"waited {deadline_s:.0f} s in vain for {what}; look at the log of that node")
             time.sleep(next(pauses_s))
+        return reader.read(key, self) if reader else self._get(key)
 
     def is_over(self) -> bool:
         """Return True if the awaited text can no longer come; always False in the base class."""
@@ -204,15 +201,14 @@ class RoundStore(AgentStore):
     ) -> None:
         """Begin a round; the coordinator decides for all agents and holds the store.
 
-        `find_lost` returns which agent is gone and why, or "". `reader` reads long texts for this agent; with None,
-        this store does.
+        `find_lost` returns which agent is gone and why, or "". `reader` reads long texts; None if the agent leads.
         """
         super().__init__(store, f"pipette/{generation}", is_own=is_coordinator, num_nodes=group_size)
         self.generation = generation
         self.group_size = group_size
         self.is_coordinator = is_coordinator
         self._find_lost = find_lost
-        self._reader = reader
+        self.reader = reader
         self._glances: dict[str, tuple[float, bool]] = {}
         """Time (s) of the last look for a key, and the result."""
 
@@ -232,11 +228,6 @@ class RoundStore(AgentStore):
             self.put("alarm", lost)
         return bool(lost) or self.glance("alarm")
 
-    def take_shared(self, key: str, *, what: str, deadline_s: float) -> str:
-        """Wait for a long text as `take` does, and read the text in the store of another agent that has read it."""
-        self._await(key, what, deadline_s)
-        return self._reader.read(key, self) if self._reader else self._get(key)
-
     def say(self, key: str, text: str) -> None:
         """Publish a text for which no agent waits; ignore a store that is gone."""
         with contextlib.suppress(StoreGone):
@@ -245,43 +236,36 @@ class RoundStore(AgentStore):
 
 def parent_of(place: int) -> int:
     """Return the place of the agent in whose store an agent reads long texts. The first agent has place 0."""
-    return (place - 1) // FAN_OUT
+    return max(place - 1, 0) // FAN_OUT
 
 
 def patience_s(place: int) -> float:
-    """Return how long an agent waits until its parent has a text, before it reads the text in the first agent's store.
+    """Return how long an agent waits for its parent, before it reads a text in the first agent's store.
 
-    The wait grows with the number of agents between the agent and the first agent. If one of these agents is lost, only
-    its children fall back to the first agent's store, and the children of its children get the text in time.
+    An agent further from the first agent waits longer. So only the children of a lost agent read in the first store.
     """
     parent = parent_of(place)
-    return HAND_ON_S + patience_s(parent) if parent > 0 else 0.0
+    return HAND_ON_S + patience_s(parent) if parent else 0.0
 
 
 class Reader:
-    """Reads the long texts of one round for one agent, and keeps the texts in its own store for other agents.
+    """Reads the long texts of one round in the store of another agent, the parent, and keeps them in the own store.
 
-    The agents form a tree. Each agent reads a text in the store of its parent, so that no store sends a text to more
-    than `FAN_OUT` agents.
+    So no store sends a text to more than `FAN_OUT` agents.
     """
 
-    def __init__(self, own: Store, name: str, connect: Callable[[], Store], *, place: int, size: int) -> None:
-        """Take this agent's store, the unique name of the round, and the agent's place among `size` agents.
-
-        `connect` connects to the parent's store.
-        """
+    def __init__(self, own: Store, name: str, place: int, connect: Callable[[], Store]) -> None:
+        """Take this agent's store, the unique name of the round, and the agent's place; connect to the parent later."""
         self._prefix, self._connect = f"pipette/{name}", connect
         self._own = AgentStore(own, self._prefix, is_own=True)
         self._parent: AgentStore | None = None
         self._patience_s = patience_s(place)
         """Longest wait (s) for the parent; 0 = read in the first agent's store, as after a failure of the parent."""
-        self._has_children = parent_of(size - 1) >= place
 
     def read(self, key: str, first: AgentStore) -> str:
         """Return a text that the first agent's store has: from the parent's store, else from the first agent's."""
         pieces = self._from_parent(key, first.is_over) or first.pieces(key)
-        if self._has_children:
-            self._own.put_pieces(key, pieces)
+        self._own.put_pieces(key, pieces)
         return _unpacked(key, pieces)
 
     def _from_parent(self, key: str, is_over: Callable[[], bool]) -> list[bytes]:

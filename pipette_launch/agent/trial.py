@@ -98,7 +98,8 @@ class TrialRun(PhaseBeforeTraining):
             if store.is_coordinator:
                 self._decide()
             next_s = NEXT_S.of(sum(self._decision.num_slots))
-            text = store.take_shared(f"{key}/next", what="the decision after the trial", deadline_s=next_s)
+            what = "the decision after the trial"
+            text = store.take(f"{key}/next", what=what, deadline_s=next_s, reader=store.reader)
         except RoundOver:
             self._kill(processes)
             raise

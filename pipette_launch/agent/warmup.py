@@ -260,7 +260,7 @@ class Warmup(PhaseBeforeTraining):
                 failure = store.peek("warmup-failed") or self._take_over()
             store.put("plan", files.dumps(self._controller.after_warmup(self._decision, failure)))
         deadline_s = PEER_WAIT_S + self._controller.warmup_deadline_s
-        text = store.take_shared("plan", what="the plan of the first node", deadline_s=deadline_s)
+        text = store.take("plan", what="the plan of the first node", deadline_s=deadline_s, reader=store.reader)
         return files.loads(Decision, text, "plan of the first node")
 
     def _hand_over(self) -> None:

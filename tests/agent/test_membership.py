@@ -351,7 +351,7 @@ def test_decisions_reach_all_agents_through_a_tree(readers: dict[str, list[str]]
 
 
 def test_a_lost_agent_is_no_parent(readers: dict[str, list[str]]) -> None:
-    """Whoever has not come to the meeting has no text to hand on."""
+    """An agent that has not come to the meeting has no text to hand on."""
     agents = Agents(8)
     agents.meet(*range(8))
     agents.all[0].leave_behind(["token-node1", "token-node2"], SILENT)

@@ -100,7 +100,7 @@ def test_bytes_that_are_no_text_are_refused() -> None:
             get()
 
 
-def reader(parent: Store | None, own: Store | None = None, *, place: int = 20, size: int = 1000) -> Reader:
+def reader(parent: Store | None, own: Store | None = None) -> Reader:
     """An agent that reads in the store of a parent; None = nobody listens there."""
 
     def connect() -> Store:
@@ -108,7 +108,7 @@ def reader(parent: Store | None, own: Store | None = None, *, place: int = 20, s
             raise RuntimeError("its agent is gone")
         return parent
 
-    return Reader(own or HashStore(), "round", connect, place=place, size=size)
+    return Reader(own or HashStore(), "round", 20, connect)
 
 
 def first_store() -> RoundStore:
@@ -139,14 +139,6 @@ def test_a_text_goes_from_hand_to_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert LONG == reader(parent, own).read("plan", first)
     assert LONG == AgentStore(own, "pipette/round", is_own=True).peek("plan")
-
-
-def test_who_has_no_children_keeps_no_text() -> None:
-    """Agents at the leaves would hold texts that nobody reads."""
-    own = HashStore()
-    reader(None, own, place=900).read("plan", first_store())
-
-    assert not AgentStore(own, "pipette/round", is_own=True).has("plan")
 
 
 def test_the_text_of_an_older_round_is_not_read() -> None:

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
+from pipette_launch.defaults import RECIPE_S
 from pipette_launch.errors import FileFormatError, MegatronError
 from pipette_launch.facts import Job, Layout, files
 from pipette_launch.facts.layout import SWITCHES
@@ -63,8 +64,6 @@ OPTIONS |= {name: f"model.{DEGREES[name]}" for name in ("cp", "ep")}
 OPTIONS |= {"mb": "train.micro_batch_size", "gb": f"train.{GBS}", "sl": "dataset.seq_length", "ms": "train.train_iters"}
 """Overrides that short options of Bridge's runner, such as `-tp`, stand for. Long options have the setting's name."""
 SAVES = "`run_recipe.py ... --dry-run` saves ConfigContainer.yaml, and each checkpoint has run_config.yaml"
-LIMIT_S = 600
-"""Longest time in seconds for the job's script to make its configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +150,9 @@ def from_script(script: str, words: Sequence[str], *, world_size: int) -> Overri
     command = (sys.executable, "-m", "pipette_patches.bridge", str(world_size), *program, *words)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or "." for entry in sys.path)}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=RECIPE_S, check=False, env=environment)
     except subprocess.TimeoutExpired as error:
-        raise MegatronError(f"{script}: made no configuration within {LIMIT_S} s") from error
+        raise MegatronError(f"{script}: made no configuration within {RECIPE_S:.0f} s") from error
     if done.returncode:
         last = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}")
         raise MegatronError(f"{script}: its configuration of Megatron-Bridge cannot be read: {last}")

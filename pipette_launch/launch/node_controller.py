@@ -292,7 +292,7 @@ class NodeController(Controller):
         """Return whether workers trained although their output shows no iteration."""
         return has_trained(
             lived_s=lived_s,
-            step_time_s=self._running[0].step_time_s if self._running else 0.0,
+            runs=self._running[0] if self._running else None,
             exit_codes=exit_codes,
             saved_before=self._saved_before,
             saved_now=megatron.saved_iteration(self._options.script_arguments),

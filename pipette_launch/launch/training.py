@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from pipette_launch import megatron
+from pipette_launch.defaults import FIRST_ITERATION_S
 from pipette_launch.facts import Choice
 from pipette_launch.facts.measurements import Samples
 from pipette_launch.facts.messages import Decision
@@ -27,8 +28,6 @@ IGNORED_STEPS = 10
 """Number of first step times of an attempt that the check for a slowdown skips."""
 WINDOW = 30
 """Number of step times in a median. A median ignores evaluations and checkpoints, because these are rare."""
-SETTLED_S = 600.0
-"""Time (s) within which a plan that cannot start usually fails: imports, data, a checkpoint, and the first step."""
 SETTLED_STEPS = 20
 """Number of steps within which a plan that cannot start fails if steps are long."""
 
@@ -213,14 +212,18 @@ class Slowdown:
 
 
 def has_trained(
-    *, lived_s: float, step_time_s: float, exit_codes: Collection[int], saved_before: str, saved_now: str
+    *, lived_s: float, runs: Choice | None, exit_codes: Collection[int], saved_before: str, saved_now: str
 ) -> bool:
     """Return whether a job that died without printing an iteration counts as trained, so that its plan is kept.
 
     `lived_s` is the time from start to first death; `saved_before` and `saved_now` name the newest checkpoint at both.
+    `runs` is the configuration of a plan; None without a plan.
     """
+    # Imports, data, a checkpoint and the first step take as long as in a trial.
+    starts_s = FIRST_ITERATION_S.of(runs.layout.world_size if runs else 0)
+    steps_s = SETTLED_STEPS * runs.step_time_s if runs else 0.0
     return (
         saved_now != saved_before
         or bool(set(exit_codes) & set(megatron.RERUN_EXIT_CODES))
-        or lived_s >= max(SETTLED_S, SETTLED_STEPS * step_time_s)
+        or lived_s >= max(starts_s, steps_s)
     )

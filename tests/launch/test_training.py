@@ -15,7 +15,6 @@ from pipette_launch.facts.messages import Decision
 from pipette_launch.facts.plan import Rate
 from pipette_launch.launch.training import (
     IGNORED_STEPS,
-    SETTLED_S,
     WINDOW,
     OutcomeTracker,
     Recovery,
@@ -270,9 +269,10 @@ def test_the_limit_is_the_users() -> None:
     assert [] == words(*[1.0] * (IGNORED_STEPS + WINDOW), *[2.0] * WINDOW, limit=2.0)
 
 
+MANY = replace(CHOICE, layout=Layout(dp=4096), placement=tuple(range(4096)))
 DEAD_AT_ONCE: dict[str, Any] = {
     "lived_s": 5.0,
-    "step_time_s": 1.0,
+    "runs": None,
     "exit_codes": {1},
     "saved_before": "10",
     "saved_now": "10",
@@ -289,11 +289,15 @@ DEAD_AT_ONCE: dict[str, Any] = {
         ({"exit_codes": {16}}, True),
         ({"exit_codes": {-15, 17}}, True),
         ({"exit_codes": {-9}}, False),
-        ({"lived_s": SETTLED_S}, True),
-        ({"lived_s": SETTLED_S, "step_time_s": 60.0}, False),
-        ({"lived_s": 1200.0, "step_time_s": 60.0}, True),
+        ({"lived_s": 600.0}, True),
+        ({"lived_s": 599.0, "runs": CHOICE}, False),
+        ({"lived_s": 601.0, "runs": CHOICE}, True),
+        ({"lived_s": 700.0, "runs": MANY}, False),
+        ({"lived_s": 857.0, "runs": MANY}, True),
+        ({"lived_s": 601.0, "runs": replace(CHOICE, step_time_s=60.0)}, False),
+        ({"lived_s": 1200.0, "runs": replace(CHOICE, step_time_s=60.0)}, True),
     ],
 )
 def test_a_checkpoint_a_code_or_a_long_life_is_a_sign(changes: dict[str, Any], expected: bool) -> None:
-    """A new checkpoint, Megatron's own call for a restart, or a life of many steps; nothing else is."""
+    """A new checkpoint, Megatron's own call for a restart, or a life of many steps after a slow start; nothing else."""
     assert expected == has_trained(**{**DEAD_AT_ONCE, **changes})

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import warm
 import yaml
 
 from benchmarks.bench_orders import mpirun_variables
-from benchmarks.netlab import Lab, topology
+from benchmarks.netlab import Lab, compare, topology
 from pipette_launch.facts import Layout
 from pipette_launch.report.order import Target, command_words, order_files
 from tests.end_to_end.jobs import ECHO, MODEL, WITHOUT_WARMUP, environment, free_port, plan
@@ -37,7 +38,8 @@ PLACES = [["n1", 0], ["n0", 1], ["n0", 0], ["n1", 1]]
 """Host and LOCAL_RANK of each RANK: LOCAL_RANK is RANK modulo 2."""
 
 VIRTUAL = Path(sys.executable).parent
-OURS = [sys.executable, "-m", "pipette_launch", "--pipette-cache=off", "--pipette-device=cpu", ECHO, *MODEL]
+OURS = ["--pipette-cache=off", "--pipette-device=cpu", str(ECHO), *MODEL]
+WITHOUT = {**compare.environment(), "PYTHONPATH": WITHOUT_WARMUP}
 ALL_RANKS = {(str(rank), "4") for rank in range(4)}
 OUTPUT: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 
@@ -119,7 +121,8 @@ def test_mpirun(lab: Lab, tmp_path: Path) -> None:
 @needs_mpirun
 def test_our_launcher_under_mpirun(lab: Lab, tmp_path: Path) -> None:
     """Four processes of mpirun become two launchers with two workers each, which meet without a flag."""
-    words = command(written(tmp_path, "mpirun"), *OURS, instead_of="sh rank.sh \\\n  python SCRIPT ARGS")
+    ours = [sys.executable, "-m", "pipette_launch", *OURS]
+    words = command(written(tmp_path, "mpirun"), *ours, instead_of="sh rank.sh \\\n  python SCRIPT ARGS")
     output = mpirun(lab, tmp_path, words, PYTHONPATH=WITHOUT_WARMUP, MASTER_ADDR="n0")
 
     assert 1 == output.count("taken from Open MPI: --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=n0:29500"), output
@@ -129,10 +132,9 @@ def test_our_launcher_under_mpirun(lab: Lab, tmp_path: Path) -> None:
 @needs_lab
 def test_our_launcher_under_torchrun(lab: Lab, tmp_path: Path) -> None:
     """Four workers of torchrun become two launchers with two workers each, which meet in torchrun's store."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--no-python", *OURS]
+    torchrun = warm.command("torch.distributed.run", "--no-python", *warm.command("pipette_launch", *OURS))
     output = together(
-        lab.run(host, torchrun, environment(tmp_path, PYTHONPATH=WITHOUT_WARMUP, SLURMD_NODENAME=host), **OUTPUT)
-        for host in lab.hosts
+        lab.run(host, torchrun, environment(tmp_path, **WITHOUT, SLURMD_NODENAME=host), **OUTPUT) for host in lab.hosts
     )
 
     assert "--rdzv-conf=is_host=false" in output, output
@@ -144,10 +146,8 @@ def test_our_launcher_in_an_indexed_job(tmp_path: Path) -> None:
     meet = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=localhost", f"--master-port={free_port()}"]
     output = together(
         subprocess.Popen(
-            [*map(str, (*OURS[:3], *meet, *OURS[3:]))],
-            env=environment(
-                tmp_path, PYTHONPATH=WITHOUT_WARMUP, JOB_COMPLETION_INDEX=index, PIPETTE_NODE=f"node{index}"
-            ),
+            warm.command("pipette_launch", *meet, *OURS),
+            env=environment(tmp_path, **WITHOUT, JOB_COMPLETION_INDEX=index, PIPETTE_NODE=f"node{index}"),
             text=True,
             **OUTPUT,
         )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 from labs import needs_lab
 from probe.workers import ROOT, tiny_options
 
@@ -15,7 +15,7 @@ from pipette_launch.facts import files
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.processes, needs_lab]
 WORKER = Path(__file__).parent / "link_worker.py"
-PLACES = {"PYTHONPATH": f"{ROOT}:{ROOT / 'patches'}", "OMP_NUM_THREADS": "1"}
+PATH = (ROOT, ROOT / "patches")
 BUSY = 0.20
 """The benchmark holds 10 % on a quiet machine; here others may compute."""
 
@@ -27,7 +27,9 @@ def test_uneven_links_are_measured_as_they_are_and_rank_as_they_should(tmp_path:
     order = tmp_path / "order.json"
     files.write(order, options)
     with Lab(made) as lab:
-        failed = everywhere.run(lab, [sys.executable, str(WORKER), str(order), str(tmp_path)], env=PLACES)
+        failed = everywhere.run(
+            lab, [warm.python().path, str(WORKER), str(order), str(tmp_path)], env=warm.environment(PATH)
+        )
     found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
     got = {(f"n{a}", f"n{b}"): rate for one in found for a, b, rate in one["rates"]}
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import get_args
 
 import pytest
+import warm
 from labs import needs_lab
 from probe.workers import ROOT
 
@@ -17,7 +17,7 @@ from pipette_launch.cost.layers.passes import Collective
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.processes, needs_lab]
 WORKER = Path(__file__).parent / "ring_worker.py"
-PLACES = {"PYTHONPATH": f"{ROOT}:{ROOT / 'patches'}", "OMP_NUM_THREADS": "1"}
+PATH = (ROOT, ROOT / "patches")
 FAST_MBIT, SLOW_MBIT = 400.0, 40.0
 SIZE_BYTES = 3 << 19
 
@@ -28,7 +28,7 @@ def test_rings_go_the_way_that_they_are_priced(tmp_path: Path, fast_shift: int) 
     ways = [(f"n{a}", f"n{(a + shift) % 3}", rate) for a in range(3) for shift, rate in _rates(fast_shift)]
     made = topology.parse({"hosts": 3, "link": [{"from": a, "to": b, "rate_mbit": rate} for a, b, rate in ways]})
     with Lab(made) as lab:
-        failed = everywhere.run(lab, [sys.executable, str(WORKER), str(tmp_path)], env=PLACES)
+        failed = everywhere.run(lab, [warm.python().path, str(WORKER), str(tmp_path)], env=warm.environment(PATH))
     found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
 
     assert (0, "") == failed

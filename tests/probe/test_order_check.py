@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
+import warm
 from gpu_rules import cuda_devices
 from gpu_rules.bus_order import BusOrder
 from hypothesis import given
 from hypothesis import strategies as st
-from probe.workers import LIMIT_S
+from probe.workers import LIMIT_S, ROOT
 
 from pipette_launch.agent.workers import visible_devices
 from pipette_launch.facts.co_location import bindings
@@ -67,8 +67,9 @@ def test_a_wrong_sum_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.processes
 def test_gloo_passes(tmp_path: Path) -> None:
     """Two processes over gloo, which has no device order."""
-    words = [sys.executable, "-c", TWO_RANKS, str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    words = [warm.python().path, "-c", TWO_RANKS, str(tmp_path / "store")]
+    env = warm.environment([ROOT])
+    ranks = [subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, text=True, env=env) for rank in range(2)]
 
     assert ["\n", "\n"] == [rank.communicate(timeout=LIMIT_S)[0] for rank in ranks]
 
@@ -172,8 +173,8 @@ def test_each_host_is_checked_by_itself(port: int) -> None:
     workers = []
     for rank, ranks in enumerate((("0", "2"), ("3", "1"), ("0", "2"), ("3", "1"))):
         told = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        environment = {**told, "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
-        words = [sys.executable, "-m", "pipette_launch.probe.order_check", "cpu", "2", *ranks]
+        environment = {**warm.environment([ROOT]), **told, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        words = warm.command("pipette_launch.probe.order_check", "cpu", "2", *ranks)
         workers.append(subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True))
 
     assert [""] * 4 == [worker.communicate(timeout=LIMIT_S)[1] for worker in workers]

@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import subprocess
-import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 from gpu_rules.events import SimulatedDevice
 from hypothesis import given
 from hypothesis import strategies as st
@@ -272,12 +271,8 @@ def _run(options: WarmupOrder, folder: Path) -> None:
     order = folder / "options.json"
     files.write(order, options)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in (".", "patches", "tests")),
-        "OMP_NUM_THREADS": "1",
-    }
-    words = [sys.executable, str(WORKER), str(order), str(store.port)]
+    environment = warm.environment([ROOT, ROOT / "patches", ROOT / "tests"])
+    words = [warm.python().path, str(WORKER), str(order), str(store.port)]
     workers = [subprocess.Popen([*words, str(rank), str(SILENT)], env=environment) for rank in range(3)]
     try:
         codes = [worker.wait(timeout=LIMIT_S) for rank, worker in enumerate(workers) if rank != SILENT]

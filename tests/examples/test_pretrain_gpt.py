@@ -1,7 +1,6 @@
 """The example on real processes: cuts and rank orders change no printed digit, and nobody waits for the dead."""
 
 import contextlib
-import os
 import re
 import socket
 import subprocess
@@ -11,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import warm
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
@@ -26,18 +26,19 @@ PATIENCE_S = 90.0
 
 
 @contextlib.contextmanager
-def started(ranks: Sequence[int], text: str, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+def started(
+    ranks: Sequence[int], text: str, folder: Path, python: Sequence[str] = (sys.executable,)
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start process i with RANK `ranks[i]`, its output in `folder`/rank<RANK>.log, and leave none behind."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     folder.mkdir(exist_ok=True)
     common = {
+        **warm.environment([ROOT, ROOT / "patches"]),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "WORLD_SIZE": str(len(ranks)),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'patches'}",
     }
     processes = []
     try:
@@ -46,8 +47,8 @@ def started(ranks: Sequence[int], text: str, folder: Path) -> Iterator[list[subp
             with (folder / f"rank{rank}.log").open("wb") as log:
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, str(SCRIPT), *TINY.split(), *text.split()],
-                        env=os.environ | common | place,
+                        [*python, str(SCRIPT), *TINY.split(), *text.split()],
+                        env=common | place,
                         stdout=log,
                         stderr=subprocess.STDOUT,
                     )
@@ -57,6 +58,11 @@ def started(ranks: Sequence[int], text: str, folder: Path) -> Iterator[list[subp
         for process in processes:
             process.kill()
             process.wait()
+
+
+def warm_python() -> list[str]:
+    """Return the words before a script that is forked with megatron-core; one process of these tests starts without."""
+    return [warm.python().path, *warm.PATCHED]
 
 
 def losses(folder: Path, world_size: int) -> dict[str, str]:
@@ -94,7 +100,8 @@ def test_training_goes_on_under_another_layout_and_rank_order(straight: Path, tm
     tracker = straight / "saved" / "latest_checkpointed_iteration.txt"
     tracker.write_text("2")
     layout = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
-    with started([1, 0], f"--train-iters 4 --load {straight / 'saved'} {layout}", tmp_path) as processes:
+    words = f"--train-iters 4 --load {straight / 'saved'} {layout}"
+    with started([1, 0], words, tmp_path, warm_python()) as processes:
         codes = [process.wait(PATIENCE_S) for process in processes]
     tracker.write_text("4")
     found = losses(straight, 1)
@@ -105,7 +112,8 @@ def test_training_goes_on_under_another_layout_and_rank_order(straight: Path, tm
 
 def test_a_killed_worker_ends_the_other(straight: Path, tmp_path: Path) -> None:
     """Data-parallel ranks that share the optimizer print the same losses; without its peer a rank fails at once."""
-    with started([0, 1], "--train-iters 100000 --use-distributed-optimizer", tmp_path) as (first, second):
+    words = "--train-iters 100000 --use-distributed-optimizer"
+    with started([0, 1], words, tmp_path, warm_python()) as (first, second):
         deadline_s = time.monotonic() + PATIENCE_S
         while "3" not in losses(tmp_path, 2):
             assert second.poll() is None, (tmp_path / "rank1.log").read_text()

@@ -49,7 +49,7 @@ def _doctor(args: Namespace) -> int:
         if value is not None and value < 1:
             raise UsageError(f"{flag} must be at least 1, got {value}")
     found = examine(args)
-    sys.stdout.write(files.dumps(found) + "\n" if args.json else checkup_screen(found))
+    sys.stdout.write(files.dumps(found, indent=1) + "\n" if args.json else checkup_screen(found))
     return 0 if found.is_fit else 1
 
 
@@ -149,7 +149,7 @@ def _print_changes(watched: Watched, *, is_once: bool, as_json: bool) -> int:
         job = watched.look(time.time())
         line = live_line(job)
         if as_json and line != before:
-            sys.stdout.write(files.dumps(job, indent=None) + "\n")
+            sys.stdout.write(files.dumps(job) + "\n")
         elif is_once:
             sys.stdout.write(live_screen(job, watched.steps_s))
         elif line != before:

@@ -56,7 +56,7 @@ def _plan(args: Namespace) -> int:
         plan = search_plan(problem)
     page = None if args.out is None else _write_plan(args.out, plan, problem)
     if args.json:
-        sys.stdout.write(f"{files.dumps(plan)}\n")
+        sys.stdout.write(f"{files.dumps(plan, indent=1)}\n")
     elif args.csv:
         sys.stdout.write(ranked_csv(plan))
     elif args.quiet:
@@ -131,7 +131,7 @@ def _predict(args: Namespace) -> int:
         environment=os.environ,
         cache=root / "executed" if (root := default_root()) and not distrust(root) else None,
     )
-    sys.stdout.write(files.dumps(prediction) + "\n" if args.json else prediction_screen(prediction))
+    sys.stdout.write(files.dumps(prediction, indent=1) + "\n" if args.json else prediction_screen(prediction))
     return 0
 
 
@@ -158,7 +158,7 @@ def _compare(args: Namespace) -> int:
     from pipette_launch.report.prediction import comparison_screen
 
     found = compare(args.plans)
-    sys.stdout.write(files.dumps(found) + "\n" if args.json else comparison_screen(found))
+    sys.stdout.write(files.dumps(found, indent=1) + "\n" if args.json else comparison_screen(found))
     return 0
 
 

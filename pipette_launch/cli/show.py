@@ -49,7 +49,7 @@ def _report(args: Namespace) -> int:
         raise UsageError("--cluster works only with the report and the trace; add --html FILE or --trace FILE")
     is_measured = files.kind_of(args.file) == Measurements.KIND
     if args.json:
-        sys.stdout.write(files.dumps(files.read(args.file, Measurements if is_measured else Plan)) + "\n")
+        sys.stdout.write(files.dumps(files.read(args.file, Measurements if is_measured else Plan), indent=1) + "\n")
     elif is_measured:
         found = files.read(args.file, Measurements)
         sys.stdout.write(measured_screen(found, title="pipette report", saved_to=args.file))
@@ -156,7 +156,9 @@ def _explain(args: Namespace) -> int:
             if not words or one == key
         )
     )
-    sys.stdout.write(files.dumps(found) + "\n" if args.json else "".join(_explanations(found, is_list=not words)))
+    sys.stdout.write(
+        files.dumps(found, indent=1) + "\n" if args.json else "".join(_explanations(found, is_list=not words))
+    )
     return 0
 
 
@@ -225,7 +227,7 @@ def _devices(args: Namespace) -> int:
     shown = known_devices().values() if args.name is None else (device_named(args.name),)
     if args.json:
         described = tuple(file_of(device) for device in shown)
-        sys.stdout.write(files.dumps(described[0] if args.name else DeviceFiles(devices=described)) + "\n")
+        sys.stdout.write(files.dumps(described[0] if args.name else DeviceFiles(devices=described), indent=1) + "\n")
         return 0
     sys.stdout.write(_row("device", "memory", "16-bit peak", "in a host", "between hosts", "per host"))
     for device in shown:

@@ -159,8 +159,8 @@ def parse(text: str | bytes, source: str) -> Any:
         raise FileFormatError(f"{source}: nested too deeply; repair or remove the file") from error
 
 
-def dumps(document: Document, *, indent: int | None = 1) -> str:
-    """Return a document as JSON text. With `indent=None` the text has one line."""
+def dumps(document: Document, *, indent: int | None = None) -> str:
+    """Return a document as JSON text: one line, or lines for readers that begin with `indent` more blanks."""
     head = {"kind": document.KIND, "schema_version": SCHEMA_VERSION}
     return json.dumps({**head, **to_plain(document)}, indent=indent, allow_nan=False)
 
@@ -186,8 +186,8 @@ def write(path: Path, document: Document, *, shared: bool = False) -> None:
 
     Missing folders are made. Other users may read the file if `shared` is true, as far as the umask allows.
     """
-    text = dumps(document, indent=None)
-    write_text(path, (text if len(text) > READABLE_BYTES else dumps(document)) + "\n", shared=shared)
+    text = dumps(document)
+    write_text(path, (text if len(text) > READABLE_BYTES else dumps(document, indent=1)) + "\n", shared=shared)
 
 
 def write_text(path: Path, text: str, *, shared: bool = False) -> None:

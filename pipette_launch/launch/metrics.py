@@ -172,7 +172,7 @@ class MetricsFile:
                     return
             if job == self._written[0] and now_s - self._written[1] < ALIVE_S:
                 return
-            document = files.dumps(replace(job, read_s=now_s, written_s=now_s))
+            document = files.dumps(replace(job, read_s=now_s, written_s=now_s), indent=1)
             contents = {self._kept: document}
             if self._path is not None:
                 contents[self._path] = metrics_text(job, decides=self._decides)

@@ -365,6 +365,8 @@ class AgentStoreHandler(RendezvousHandler):
             self._waiting.announce()
             # Until the agents meet, each node renews itself.
             vars(self._inner).pop("_keep_alive", None)
+            # torch's rank 0 writes its address in its first round only, and a node that comes later waits for it.
+            vars(self._inner).update(_bootstrap_store_info=None)
             return self._inner.next_rendezvous()
 
         call = call_torch(join)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -603,35 +604,88 @@ def test_a_store_that_is_gone_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> 
     assert time.monotonic() - began_s < 1
 
 
+def open_handlers(port: int, number: int, nodes: str, **conf: str) -> list[AgentStoreHandler]:
+    """Return handlers of this many nodes of a job with these --nnodes."""
+    least, most = map(int, nodes.split(":"))
+    handlers = []
+    for _ in range(number):
+        client = TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+        parameters = RendezvousParameters("c10d", "localhost", "job", least, most, local_addr="127.0.0.1", **conf)
+        torchs = create_handler(client, C10dRendezvousBackend(client, "job"), parameters)
+        facts = client_of(port, least_nodes=least, most_nodes=most)
+        handlers.append(AgentStoreHandler(torchs, facts, is_round_over=lambda: False))
+    return handlers
+
+
+def by_rank(pool: ThreadPoolExecutor, handlers: list[AgentStoreHandler]) -> list[Any]:
+    """Let all nodes meet, and return their handlers by torch's rank."""
+    found = {
+        met.rank: one for met, one in zip(pool.map(lambda one: one.next_rendezvous(), handlers), handlers, strict=True)
+    }
+    return [found[rank] for rank in range(len(handlers))]
+
+
+def nodes_of(handler: Any) -> list[int]:
+    """Return the ranks in torch's list as this node reads it now."""
+    handler._inner._state_holder.sync()
+    return sorted(handler._inner._state_holder.state.participants.values())
+
+
+def writes_of(handler: Any) -> Mock:
+    """Count the writes of torch's list by this node from now on."""
+    backend = handler._inner._state_holder._backend
+    backend.set_state = Mock(wraps=backend.set_state)
+    return backend.set_state  # type: ignore[no-any-return]
+
+
 def test_one_agent_renews_the_nodes_of_a_round() -> None:
     """Of four nodes of torch's rendezvous the first renews three. torch keeps the three and drops the fourth."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    given = {"keep_alive_interval": "1", "keep_alive_max_attempt": "6"}
-    handlers = []
-    for _ in range(4):
-        client = TCPStore("localhost", store.port, is_master=False, wait_for_workers=False)
-        torchs = create_handler(
-            client,
-            C10dRendezvousBackend(client, "job"),
-            RendezvousParameters("c10d", "localhost", "job", 4, 4, local_addr="127.0.0.1", **given),
-        )
-        handlers.append(AgentStoreHandler(torchs, client_of(store.port), is_round_over=lambda: False))
+    handlers = open_handlers(store.port, 4, "4:4", keep_alive_interval="1", keep_alive_max_attempt="6")
     with ThreadPoolExecutor(4) as pool:
-        met = list(pool.map(lambda one: one.next_rendezvous(), handlers))
-    by_rank = [handlers[[one.rank for one in met].index(rank)] for rank in range(4)]
-    for rank, handler in enumerate(by_rank):
+        handlers = by_rank(pool, handlers)
+    for rank, handler in enumerate(handlers):
         handler.renew({0, 1, 2} if rank == 0 else ())
-    renewed = Mock(wraps=by_rank[1]._inner._state_holder._backend.set_state)
-    by_rank[1]._inner._state_holder._backend.set_state = renewed
+    writes = writes_of(handlers[1])
 
     time.sleep(7.5)
-    by_rank[1]._inner._state_holder.sync()
-    state = by_rank[1]._inner._state_holder.state
 
-    assert [0, 1, 2] == sorted(state.participants.values())
-    assert not renewed.called
-    for handler in by_rank:
+    assert [0, 1, 2] == nodes_of(handlers[1])
+    assert not writes.called
+    for handler in handlers:
         handler.renew(())
+
+
+def test_renewal_goes_on_after_a_waiting_node_is_taken_in() -> None:
+    """Four agents train and renew all. They meet again as a fifth waits: it is numbered, and torch drops no node."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    conf = {"keep_alive_interval": "1", "keep_alive_max_attempt": "5", "last_call_timeout": "6", "join_timeout": "50"}
+    handlers = open_handlers(store.port, 4, "4:5", **conf)
+    with ThreadPoolExecutor(5) as pool:
+        trained = by_rank(pool, handlers)
+        for handler in trained:
+            handler.renew(range(4))
+        [fifth] = open_handlers(store.port, 1, "4:5", **conf)
+        joined = pool.submit(fifth.next_rendezvous)
+        waits_until_s = time.monotonic() + 30
+        while not trained[3].num_nodes_joining():
+            assert time.monotonic() < waits_until_s
+            time.sleep(0.2)
+        rejoined = [pool.submit(one.next_rendezvous) for one in trained]
+        met = [one.result(60) for one in (*rejoined, joined)]
+        ranks = dict(zip([one.rank for one in met], [*trained, fifth], strict=True))
+
+        assert {5} == {one.world_size for one in met}
+        assert {0, 1, 2, 3, 4} == set(ranks)
+        for rank, handler in ranks.items():
+            handler.renew(range(5) if rank < 4 else ())
+        writes = writes_of(ranks[4])
+        time.sleep(6.5)
+
+        assert [0, 1, 2, 3, 4] == nodes_of(ranks[4])
+        assert not writes.called
+        for handler in ranks.values():
+            handler.renew(())
 
 
 def test_a_node_that_lost_the_race_pauses_and_reads_the_list_again(monkeypatch: pytest.MonkeyPatch) -> None:

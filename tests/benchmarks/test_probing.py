@@ -2,19 +2,24 @@
 
 import pytest
 
-from benchmarks.bench_probing import World, adaptive, fabric, noisy
+from benchmarks.bench_probing import Unlike, World, adaptive, fabric, noisy, of_ends
 
 
 @pytest.mark.parametrize(
-    ("hosts", "seed", "knows_switches", "rounds", "kept"),
-    [(128, 0, True, 30, 0.7), (128, 0, False, 40, 0.7), (256, 109, False, 40, 0.85)],
-    ids=["switches known", "switches unknown", "slow hosts do not join racks"],
+    ("unlike", "hosts", "seed", "knows_switches", "rounds", "kept"),
+    [
+        (noisy, 128, 0, True, 30, 0.7),
+        (noisy, 128, 0, False, 40, 0.7),
+        (noisy, 256, 109, False, 40, 0.85),
+        (of_ends, 256, 106, False, 40, 0.9),
+    ],
+    ids=["switches known", "switches unknown", "slow hosts do not join racks", "each host has its own speed"],
 )
 def test_few_rounds_keep_most_of_the_gain(
-    hosts: int, seed: int, rounds: int, kept: float, *, knows_switches: bool
+    unlike: Unlike, hosts: int, seed: int, rounds: int, kept: float, *, knows_switches: bool
 ) -> None:
     """A few rounds keep most of the gain of all rounds over the order by switches."""
-    drawn = fabric(hosts, noisy, seed)
+    drawn = fabric(hosts, unlike, seed)
     full, world = (World(fabric=drawn, seed=seed) for _ in range(2))
     sorted_cost, full_cost = full.cost(drawn.sorted_H), full.cost_with(drawn.links)
     cost = adaptive(world, knows_switches=knows_switches)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from pipette_launch.facts import Links
 from pipette_launch.facts.layout import Floats, Ints
@@ -75,8 +76,11 @@ LEAST_LINKS, LEAST_SEEN = 6, 200
 """Least number of measured links in one tier, and least number of measured links from which tiers are inferred."""
 FAR_SHARE = 0.1
 """A group of hosts is split only if more than this share of its links are far."""
-LEAST_FAR, SLOW = 4, 0.2
-"""A host with at least 4 far links is slow if they are slower than usual by more than 0.2 in log bandwidth (18 %)."""
+SHIFT, MOST_SHIFTS, SHIFT_BLUR = 0.01, 120, 0.03
+"""Step of the log bandwidth by which a host is slow, most steps, and width of the kernel of the usual density."""
+RARE, RARER, DOUBT = 0.001, 2.5, 8.0
+"""A link outside the usual density counts as 0.001 of the peak, because some links are disturbed. A shift costs 2.5 for
+each link and unit of log bandwidth, because rounds prefer near links, and 8 in all, because few hosts are slow."""
 SWEEPS = 3  # Passes over all hosts to find slow hosts, because slow partners make a host look slow
 MOST_LEVELS = 3
 SEVERAL = 3
@@ -214,7 +218,7 @@ def groupings_of(num_hosts: int, lines: Lines) -> tuple[Grouping, ...]:
     for (one, other), line in lines.items():
         # The better direction of a pair counts.
         log_HH[one, other] = log_HH[other, one] = np.fmax(log_HH[other, one], -np.log(line.seconds_per_byte))
-    outer_H, usual_HH = np.zeros(num_hosts, dtype=np.int64), log_HH
+    outer_H, usual_HH = np.zeros(num_hosts, dtype=np.int64), _without_slow_hosts(log_HH)
     found: list[Grouping] = []
     while len(found) < MOST_LEVELS:
         # Links between known groups are far, and would outnumber the links inside groups.
@@ -222,8 +226,6 @@ def groupings_of(num_hosts: int, lines: Lines) -> tuple[Grouping, ...]:
         level = lowest_level(usual_HH[np.triu(inside_HH & ~np.isnan(usual_HH))])
         if level is None:
             break
-        if not found:
-            usual_HH = _without_slow_hosts(log_HH, level)
         nearness_HH = np.where(np.isnan(usual_HH), 0, np.where(usual_HH > level, 1, -1))
         # By measured speed, links of slow hosts come last, because their corrected speeds are uncertain.
         outer_H = _grouped(nearness_HH * inside_HH, log_HH)
@@ -265,8 +267,7 @@ def lowest_level(log_N: Floats) -> float | None:
         return None
     grid = np.arange(log_N.min() - 4 * BLUR, log_N.max() + 4 * BLUR, GRID)
     count, _ = np.histogram(log_N, bins=np.append(grid, grid[-1] + GRID))
-    kernel = np.exp(-0.5 * (np.arange(-4 * BLUR, 4 * BLUR + GRID, GRID) / BLUR) ** 2)
-    density = np.convolve(count, kernel, mode="same")
+    density = _smooth(count, BLUR / GRID)
     top = 0
     for peak in (np.flatnonzero((density[1:-1] > density[:-2]) & (density[1:-1] >= density[2:])) + 1).tolist():
         valley = top + int(density[top : peak + 1].argmin())
@@ -282,18 +283,31 @@ def lowest_level(log_N: Floats) -> float | None:
     return None
 
 
-def _without_slow_hosts(log_HH: Floats, level: float) -> Floats:
+def _without_slow_hosts(log_HH: Floats) -> Floats:
     """Return the log bandwidths as if slow hosts had the usual speed; without this, their near links would look far.
 
-    A host is slow if its far links are much slower than the far links of the usual host.
+    Links of a slow host have the usual density, but shifted. Each host gets the shift that fits its links best.
     """
-    usual_HH, behind_H = log_HH, np.zeros(len(log_HH))
+    row_N, column_N = (~np.isnan(log_HH)).nonzero()
+    bin_N = np.rint((log_HH[row_N, column_N] - np.nanmin(log_HH)) / SHIFT).astype(np.int64)
+    bins, shift_H = int(bin_N.max()) + 1, np.zeros(len(log_HH), dtype=np.int64)
     for _ in range(SWEEPS):
-        # The lower quartile: few links to slow hosts lie below it, and near links of a slow host lie above it.
-        behind_H, count_H = _host_rates(np.where(usual_HH <= level, log_HH - behind_H, np.nan), 0.25)
-        behind_H[(behind_H > -SLOW) | (count_H < LEAST_FAR)] = 0.0
-        usual_HH = np.minimum(log_HH - np.minimum(behind_H[:, None], behind_H), np.nanmax(log_HH))
-    return usual_HH
+        usual_N = bin_N + np.maximum(shift_H[row_N], shift_H[column_N])
+        density = _smooth(np.bincount(usual_N, minlength=bins + MOST_SHIFTS), SHIFT_BLUR / SHIFT)
+        fit = np.log(density / density.max() + RARE) - RARER * SHIFT * np.arange(len(density))
+        # A link to a slower host shows the speed of that host.
+        shows_N = shift_H[column_N] <= shift_H[row_N]
+        count_HB = np.zeros((len(log_HH), bins))
+        np.add.at(count_HB, (row_N[shows_N], bin_N[shows_N]), 1)
+        fit_HS = count_HB @ sliding_window_view(fit, MOST_SHIFTS)[:bins]
+        shift_H = (fit_HS - DOUBT * (np.arange(MOST_SHIFTS) > 0)).argmax(axis=1)
+    return np.minimum(log_HH + SHIFT * np.maximum(shift_H[:, None], shift_H), np.nanmax(log_HH))
+
+
+def _smooth(count: Ints, width: float) -> Floats:
+    """Smooth a histogram by a normal density of this width in bins."""
+    kernel = np.exp(-0.5 * (np.arange(-round(4 * width), round(4 * width) + 1) / width) ** 2)
+    return np.convolve(count.astype(np.float64), kernel, mode="same")
 
 
 def _grouped(nearness_HH: Ints, log_HH: Floats) -> Ints:

@@ -297,16 +297,14 @@ def _take_turns(inner: Any, num_nodes: int) -> None:
     If all nodes come at once and each tries again at once, N nodes write N * N / 2 lists of up to N nodes.
     """
     holder = inner._state_holder  # noqa: SLF001
-    backend = holder._backend  # noqa: SLF001
-    write = backend.set_state
+    backend, write = holder._backend, holder._backend.set_state  # noqa: SLF001
     holder._cache_duration = max(1, num_nodes // NODES_PER_S)  # noqa: SLF001
 
     def write_or_pause(state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         written: tuple[bytes, Any, bool] | None = write(state, token)
         if written is None or written[2]:
             return written
-        num_missing = num_nodes - len(holder.state.participants)
-        time.sleep(random.uniform(0, max(num_missing, 1) * num_nodes * RACE_S))
+        time.sleep(random.uniform(0, max(num_nodes - len(holder.state.participants), 1) * num_nodes * RACE_S))
         found = backend.get_state()
         return found and (*found, False)
 
@@ -363,9 +361,8 @@ class AgentStoreHandler(RendezvousHandler):
     def _met(self, began_s: float) -> RendezvousInfo:
         def join() -> RendezvousInfo:
             self._waiting.announce()
-            # Until the agents meet, each node renews itself.
+            # Each node renews itself until the agents meet. torch's rank 0 writes its address only without such a note.
             vars(self._inner).pop("_keep_alive", None)
-            # torch's rank 0 writes its address in its first round only, and a node that comes later waits for it.
             vars(self._inner).update(_bootstrap_store_info=None)
             return self._inner.next_rendezvous()
 

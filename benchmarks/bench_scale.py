@@ -355,8 +355,6 @@ def first(size: int, names: Sequence[str], cache: Path, port: Any, barrier: Any,
 def player(size: int, names: Sequence[str], number: int, port: Any, barrier: Any, results: Any) -> None:
     """Play a share of the agents, each in a thread."""
     os.nice(10)
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     threading.stack_size(1 << 18)
     counts: Counter[str] = Counter()
     play_within_one_process(counts)
@@ -404,6 +402,9 @@ def look_up_names_in_files() -> None:
 def run(size: int, cache: Path, names: Sequence[str] = PHASES) -> dict[str, Any]:
     """Run one job of `size` agents, and return the figures by phase."""
     look_up_names_in_files()
+    # A store needs 9 descriptors, and each of its clients one.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     context = multiprocessing.get_context("fork")
     port, barrier, results = context.Value("i", 0), context.Barrier(1 + PLAYERS), context.Queue()
     processes = [context.Process(target=first, args=(size, names, cache, port, barrier, results))]

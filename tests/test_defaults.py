@@ -68,7 +68,8 @@ def seconds(phase: str, *, last: bool = False) -> float:
     """
     rows = (ROOT / "benchmarks" / "results" / "scale.md").read_text()
     numbers = (
-        rf"^\| {phase} \| 2,048 \| ([\d.]+) s \| ([\d.]+) s .*\n\| {phase} \| \*\*growth\*\* \| N\^(\S+) \| N\^(\S+) "
+        rf"^\| {phase} \| 2,048 \| ([\d.]+) s \| ([\d.]+) s .*\n"
+        rf"(?:\| {phase} \| 4,096 .*\n)?\| {phase} \| \*\*growth\*\* \| N\^(\S+) \| N\^(\S+) "
     )
     found = [[float(one) for one in row] for row in re.findall(numbers, rows, re.MULTILINE)]
     assert found

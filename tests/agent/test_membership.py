@@ -350,6 +350,21 @@ def test_decisions_reach_all_agents_through_a_tree(readers: dict[str, list[str]]
     assert [4, 18] == [len(readers["first"]), len(readers["parents"])]
 
 
+def test_agents_join_although_no_agent_hands_the_list_on(
+    readers: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store of torch's rendezvous has the list too."""
+
+    def fails(_peer: Member, *, within_s: float) -> None:
+        raise TimeoutError(f"no answer within {within_s:g} s")
+
+    monkeypatch.setattr(membership, "connected", fails)
+    agents = Agents(12)
+
+    assert not readers["first"]
+    assert [agents.all[0]._members] * 12 == [one._members for one in agents.all]
+
+
 def test_a_lost_agent_is_no_parent(readers: dict[str, list[str]]) -> None:
     """An agent that has not come to the meeting has no text to hand on."""
     agents = Agents(8)

@@ -295,19 +295,17 @@ def _without_slow_hosts(log_HH: Floats) -> Floats:
         usual_N = bin_N + np.maximum(shift_H[row_N], shift_H[column_N])
         density = _smooth(np.bincount(usual_N, minlength=bins + MOST_SHIFTS), SHIFT_BLUR / SHIFT)
         fit = np.log(density / density.max() + RARE) - RARER * SHIFT * np.arange(len(density))
-        # A link to a slower host shows the speed of that host.
-        shows_N = shift_H[column_N] <= shift_H[row_N]
-        count_HB = np.zeros((len(log_HH), bins))
-        np.add.at(count_HB, (row_N[shows_N], bin_N[shows_N]), 1)
-        fit_HS = count_HB @ sliding_window_view(fit, MOST_SHIFTS)[:bins]
+        shows_N = shift_H[column_N] <= shift_H[row_N]  # A link shows the speed of its slower host
+        counts = np.bincount((row_N * bins + bin_N)[shows_N], minlength=len(log_HH) * bins)
+        fit_HS = counts.reshape(-1, bins) @ sliding_window_view(fit, MOST_SHIFTS)[:bins]
         shift_H = (fit_HS - DOUBT * (np.arange(MOST_SHIFTS) > 0)).argmax(axis=1)
     return np.minimum(log_HH + SHIFT * np.maximum(shift_H[:, None], shift_H), np.nanmax(log_HH))
 
 
 def _smooth(count: Ints, width: float) -> Floats:
     """Smooth a histogram by a normal density of this width in bins."""
-    kernel = np.exp(-0.5 * (np.arange(-round(4 * width), round(4 * width) + 1) / width) ** 2)
-    return np.convolve(count.astype(np.float64), kernel, mode="same")
+    bin_K = np.arange(-round(4 * width), round(4 * width) + 1)
+    return np.convolve(count.astype(np.float64), np.exp(-0.5 * (bin_K / width) ** 2), mode="same")
 
 
 def _grouped(nearness_HH: Ints, log_HH: Floats) -> Ints:

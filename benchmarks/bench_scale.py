@@ -73,7 +73,7 @@ CACHED = ("join", "meet", "watch training", "lose", "end")
 STARTS = ("join", "meet", "end warm-up", "plan", "start")
 """Phases from torch's rendezvous to the start of the training, beside measuring."""
 STARTED = ("cold", "cached")
-GROWS = ("first_s", "last_s", "cpu_s", "messages", "first_bytes", "bytes", "most_bytes")
+GROWS = ("first_s", "last_s", "cpu_s", "messages", "first_bytes", "most_bytes", "bytes")
 HAND_ON_S = 60.0
 """Longest wait for a parent to hand on a text. The product waits for 2 s, but played agents share their cores."""
 RESULTS = Path(__file__).parent / "results"

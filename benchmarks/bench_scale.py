@@ -423,7 +423,7 @@ def run(size: int, cache: Path, names: Sequence[str] = PHASES) -> dict[str, Any]
             row["last_s"] = max(row["last_s"], told["last_s"])
             row["errors"] = row["errors"] or told["errors"]
             row["slowest"] = max(row["slowest"], told.pop("slowest", 0))
-            for key, amount in told.items():
+            for key, amount in ({"messages": 0, "late": 0} | told).items():
                 if key not in ("last_s", "errors"):
                     row[key] += amount
     for name in names:

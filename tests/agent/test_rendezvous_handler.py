@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 
 from pipette_launch.agent import rendezvous_handler
 from pipette_launch.agent.rendezvous import ADDRESS, ENDPOINT, Endpoint, RendezvousSettings
@@ -688,17 +689,79 @@ def test_renewal_goes_on_after_a_waiting_node_is_taken_in() -> None:
             handler.renew(())
 
 
-def test_a_node_that_lost_the_race_pauses_and_reads_the_list_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write that was first costs no pause; otherwise the pause grows with the missing nodes and the list."""
-    pauses = Mock(return_value=0.0)
-    monkeypatch.setattr(rendezvous_handler.random, "uniform", pauses)
-    backend = SimpleNamespace(get_state=lambda: (b"newest", "token"), set_state=lambda *_: answers.pop(0))
-    holder = SimpleNamespace(_backend=backend, state=SimpleNamespace(participants=range(40)))
-    answers: list[Any] = [(b"own", "mine", True), (b"other", "theirs", False)]
-    rendezvous_handler._take_turns(SimpleNamespace(_state_holder=holder), 1024)
+def test_nodes_that_come_at_once_enter_torchs_list_by_few_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch alone writes the list at least once for each node."""
+    monkeypatch.setattr(rendezvous_handler, "FEW_NODES", 0)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    handlers = open_handlers(store.port, 32, "32:32")
+    writes = [writes_of(one) for one in handlers]
+    with ThreadPoolExecutor(32) as pool:
+        handlers = by_rank(pool, handlers)
 
-    assert (b"own", "mine", True) == backend.set_state(b"own", "old")
-    assert not pauses.called
-    assert (b"newest", "token", False) == backend.set_state(b"own", "old")
-    pauses.assert_called_once_with(0, (1024 - 40) * 1024 * rendezvous_handler.RACE_S)
-    assert 2 == holder._cache_duration
+    assert list(range(32)) == nodes_of(handlers[0])
+    assert sum(one.call_count for one in writes) < 32
+    for handler in handlers:
+        handler.renew(())
+
+
+def test_a_node_that_comes_too_late_waits_for_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last call torch numbers the nodes that came. A node beyond the most is no participant."""
+    monkeypatch.setattr(rendezvous_handler, "FEW_NODES", 0)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    handlers = open_handlers(store.port, 3, "1:2", join_timeout="60")
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(one.next_rendezvous) for one in handlers]
+        done = wait(calls, 30, FIRST_COMPLETED).done | wait(calls, 3).done
+
+        assert [0, 1] == sorted(one.result().rank for one in done)
+        [late] = [one for one, call in zip(handlers, calls, strict=True) if call not in done]
+        assert late._inner._this_node in late._inner._state_holder.state.redundancy_list
+        handlers[calls.index(done.pop())].set_closed()
+        with pytest.raises(ClusterError, match="has ended"):
+            calls[handlers.index(late)].result(30)
+    for handler in handlers:
+        handler.renew(())
+
+
+def test_a_line_of_a_dead_node_enters_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line is applied only while torch would keep the node without a renewal."""
+    monkeypatch.setattr(rendezvous_handler, "FEW_NODES", 0)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    [handler] = open_handlers(store.port, 1, "1:2", last_call_timeout="1")
+    long_ago = datetime.now(timezone.utc) - timedelta(seconds=16)
+    store.append("pipette/job/nodes/0", json.dumps(["gone", 1, 0, long_ago.isoformat()]) + "\n")
+
+    assert (0, 1) == (handler.next_rendezvous().rank, len(nodes_of(handler)))
+    assert b"" == store.get("pipette/job/nodes/0")
+    handler.renew(())
+
+
+def test_in_a_small_job_each_node_writes_torchs_list_itself() -> None:
+    """The private names of torch that shared writes need matter in large jobs only."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    handlers = open_handlers(store.port, 3, "3:3")
+    with ThreadPoolExecutor(3) as pool:
+        handlers = by_rank(pool, handlers)
+
+    assert not store.check(["pipette/job/nodes/0"])
+    for handler in handlers:
+        handler.renew(())
+
+
+@pytest.mark.parametrize("part", ["_heartbeat_lock", "_op_executor", "_state_holder"])
+def test_with_an_unknown_torch_each_node_renews_itself(part: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A log line names the missing private names, and torch's own renewal goes on."""
+    lacking = DynamicRendezvousHandler.__new__(DynamicRendezvousHandler)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    [known] = open_handlers(store.port, 1, "1:2")
+    vars(lacking).update(vars(known._inner) | {part: SimpleNamespace()})
+    if part == "_heartbeat_lock":
+        del lacking._heartbeat_lock
+    renewing = Mock()
+    lacking._stop_heartbeats = renewing  # type: ignore[method-assign]
+
+    handler = AgentStoreHandler(lacking, client_of(1), is_round_over=bool)
+    handler.renew({0})
+
+    assert "each node renews itself, as under torchrun" in caplog.text
+    assert not renewing.called

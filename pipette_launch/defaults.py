@@ -69,6 +69,9 @@ SCONTROL_S = Deadline(5.0, "an answer of scontrol", "switches and device lists c
 
 # Agents.
 HOST_SILENCE_S = Deadline(6.0, "any answer of another launcher", "its host counts as lost")
+FIRST_ANSWER_S = Deadline(
+    15.0, "the first answer of another launcher, whose store may wait for a name service", "its host counts as lost"
+)
 HAND_ON_S = Deadline(2.0, "another launcher to hand on the plan", "the first launcher sends the plan")
 PROBE_S = Deadline(0.5, "one connection to a launcher that is missing at a meeting", "the next attempt")
 PROOF_S = Deadline(1.5, "an answer of a launcher that others believe lost", "its host counts as lost")

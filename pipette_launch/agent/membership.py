@@ -13,7 +13,7 @@ from torch.distributed import Store, TCPStore
 
 from pipette_launch.agent.peers import GONE, SILENT, PeerWatch, ReachSweep, answers, connected, why_unreachable
 from pipette_launch.agent.store import BROKEN, AgentStore, Reader, RoundStore, StoreGone, growing_pauses, parent_of
-from pipette_launch.defaults import HAND_ON_S, HOST_SILENCE_S, PEER_WAIT_S, PROBE_S, PROOF_S
+from pipette_launch.defaults import FIRST_ANSWER_S, HAND_ON_S, HOST_SILENCE_S, PEER_WAIT_S, PROBE_S, PROOF_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 from pipette_launch.facts.messages import Arrival, Decision, Member, Members, NodeRecord, best_left_out
@@ -203,7 +203,7 @@ class Membership:
         if why:
             raise StoreGone(why)
         try:
-            return connected(leader, within_s=HOST_SILENCE_S)
+            return connected(leader, within_s=HOST_SILENCE_S if self._round_store else FIRST_ANSWER_S)
         except (OSError, RuntimeError) as error:
             raise StoreGone(f"its agent does not answer ({error})") from error
 

@@ -20,7 +20,7 @@ from torch.distributed import Store, TCPStore
 
 from pipette_launch.agent.signals import STORE_THREAD
 from pipette_launch.agent.store import call_torch, within
-from pipette_launch.defaults import HOST_SILENCE_S
+from pipette_launch.defaults import FIRST_ANSWER_S, HOST_SILENCE_S
 from pipette_launch.facts.messages import Member
 
 PAUSE_S = 1.0
@@ -86,7 +86,7 @@ class PeerWatch(LostFinder):
         """Keep a connection open until it ends; return why the agent is lost, or "" if the agent still runs."""
         try:
             with socket.create_connection((peer.address, peer.port), timeout=HOST_SILENCE_S) as connection:
-                store = connected(peer, within_s=HOST_SILENCE_S)
+                store = connected(peer, within_s=FIRST_ANSWER_S)
                 # Use poll(): select() takes no descriptor above 1023, and the first agent has all agents' connections.
                 ended = select.poll()
                 ended.register(connection, select.POLLIN)

@@ -21,7 +21,7 @@ import pytest
 from torch.distributed import Store
 
 from pipette_launch.agent import peers
-from pipette_launch.agent.peers import GONE, SILENT, LostFinder, PeerWatch, ReachSweep, why_unreachable
+from pipette_launch.agent.peers import GONE, SILENT, LostFinder, PeerWatch, ReachSweep, connected, why_unreachable
 from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.facts.messages import Member
 
@@ -96,6 +96,22 @@ def test_an_agent_that_is_stopped_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
         assert peers.SILENT == lost(watch, 10.0)
         assert "" == why_unreachable(member, timeout_s=1.0)
+
+
+def test_an_agent_whose_store_waits_for_a_name_service_at_first_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's store looks up the name of the first node that connects, and answers nobody meanwhile."""
+
+    def connected_late(peer: Member, *, within_s: float) -> Store:
+        time.sleep(1.0)
+        return connected(peer, within_s=within_s - 1.0)
+
+    monkeypatch.setattr(peers, "HOST_SILENCE_S", 0.5)
+    monkeypatch.setattr(peers, "connected", connected_late)
+    with agent() as (_, member):
+        watch = PeerWatch([member])
+
+        assert "" == lost(watch, 2.5)
+        watch.stop()
 
 
 def test_a_busy_agent_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, dynamic_rend
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.launcher import api as launcher
 
-from pipette_launch.agent import rendezvous_handler
+from pipette_launch.agent import nodes_list
 
 AGENT = local_elastic_agent.LocalElasticAgent
 
@@ -132,7 +132,7 @@ def test_the_list_of_nodes_can_be_renewed_by_a_few() -> None:
     steps = inspect.getsource(dynamic_rendezvous._DistributedRendezvousOpExecutor)
     holder = inspect.getsource(dynamic_rendezvous._BackendRendezvousStateHolder)
 
-    assert rendezvous_handler._is_known(opened)
+    assert nodes_list.is_known(opened)
     assert "self._keep_alive()" in inspect.getsource(handler._keep_alive_weak)
     assert [f"self.{name}" for name in ("_state", "_node", "_record(") if f"self.{name}" not in steps] == []
     assert "if self._dirty" in holder

@@ -64,6 +64,8 @@ SIZE, DEVICE = 8, "NVIDIA A100-SXM4-80GB"
 HERE = "127.0.0.1"
 LOST_PART = 16
 """One of so many agents is lost at once."""
+ASK_S = 0.05
+"""Seconds between two questions to the first agent's store whose answers are timed."""
 LOOK_S, WATCH_S = 0.1, 5.0
 """Seconds between two looks of an agent (torch's --monitor-interval), and seconds of each watched phase."""
 WATCHED = ("watch warm-up", "watch training")
@@ -322,7 +324,21 @@ def steps(agent: Agent, store: Any) -> dict[str, Callable[[], Any]]:
 # -- processes ----------------------------------------------------------------------------------------------------
 
 
-def first(size: int, names: Sequence[str], cache: Path, port: Any, barrier: Any, results: Any) -> None:
+def asker(desk: Any, slowest_s: Any) -> None:
+    """Ask the first agent's store again and again, as an agent that watches it; note the longest wait for an answer."""
+    while not desk.value:
+        time.sleep(ASK_S)
+    store = TCPStore(HERE, desk.value, is_master=False, wait_for_workers=False)
+    while True:
+        began_s = time.monotonic()
+        store.check(["pipette"])
+        slowest_s.value = max(slowest_s.value, time.monotonic() - began_s)
+        time.sleep(ASK_S)
+
+
+def first(
+    size: int, names: Sequence[str], cache: Path, port: Any, barrier: Any, results: Any, desk: Any, slowest_s: Any
+) -> None:
     """Run the real first agent; its store and its decisions are the product's own."""
     folder = Path(tempfile.mkdtemp(dir=cache))
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -335,11 +351,12 @@ def first(size: int, names: Sequence[str], cache: Path, port: Any, barrier: Any,
     phases = steps(agent, store)
     for name in names:
         barrier.wait()
-        before, began_s = os.times(), time.monotonic()
+        before, began_s, slowest_s.value = os.times(), time.monotonic(), 0.0
         watch([phases[name]]) if name in WATCHED else phases[name]()
         mine_s = time.monotonic() - began_s
         barrier.wait()
         after = os.times()
+        desk.value = agent.membership._server.port
         decision = agent.decision
         if name == "meet" and decision and decision.phase == "warmup":
             measure(files.loads(WarmupOrder, decision.probe_options, "order"))
@@ -347,7 +364,7 @@ def first(size: int, names: Sequence[str], cache: Path, port: Any, barrier: Any,
         results.put({
             "first": name, "first_s": mine_s, "cpu_s": after.user + after.system - before.user - before.system,
             "files": len(list(Path("/proc/self/fd").iterdir())), "ports": [agent.membership._server.port, store.port],
-            "decision": len(text), "phase": decision.phase if decision else "",
+            "answer_s": slowest_s.value, "decision": len(text), "phase": decision.phase if decision else "",
         })  # fmt: skip
     results.put({"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024})
 
@@ -407,7 +424,11 @@ def run(size: int, cache: Path, names: Sequence[str] = PHASES) -> dict[str, Any]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     context = multiprocessing.get_context("fork")
     port, barrier, results = context.Value("i", 0), context.Barrier(1 + PLAYERS), context.Queue()
-    processes = [context.Process(target=first, args=(size, names, cache, port, barrier, results))]
+    desk, slowest_s = context.Value("i", 0), context.Value("d", 0.0)
+    processes = [
+        context.Process(target=first, args=(size, names, cache, port, barrier, results, desk, slowest_s)),
+        context.Process(target=asker, args=(desk, slowest_s)),
+    ]
     processes += [context.Process(target=player, args=(size, names, n, port, barrier, results)) for n in range(PLAYERS)]
     for process in processes:
         process.start()
@@ -432,6 +453,7 @@ def run(size: int, cache: Path, names: Sequence[str] = PHASES) -> dict[str, Any]
         found[name]["bytes"] = sum(sent.values())
         found[name]["first_bytes"] = sum(amount for key, amount in sent.items() if key in firsts)
         found[name]["most_bytes"] = max((amount for key, amount in sent.items() if key not in firsts), default=0)
+    processes[1].kill()
     for process in processes:
         process.join(20)
         if process.is_alive():
@@ -506,27 +528,28 @@ def table(found: dict[int, dict[str, Any]], names: Sequence[str]) -> Iterator[st
     """Lines of markdown: one row for each phase and number of nodes, and the growth of each phase."""
     yield (
         "| phase | nodes | first agent | last agent | its CPU | CPU of a played agent | messages "
-        "| MB, first agent | MB, another | MB, all | hand-on | late | failed |"
+        "| MB, first agent | MB, another | MB, all | hand-on | late | failed | slowest answer |"
     )
-    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
     for name in names:
         rows = {size: one[name] for size, one in sorted(found.items()) if name in one}
         for size, row in rows.items():
+            answer = f"{row['answer_s']:.2f} s" if row["answer_s"] else ""
             yield (
                 f"| {name} | {size:,} | {row['first_s']:.2f} s | {row['last_s']:.2f} s | {row['cpu_s']:.2f} s "
                 f"| {1e3 * row['their_cpu_s'] / size:.1f} ms | {row['messages']:,.0f} | {row['first_bytes'] / 1e6:.1f} "
                 f"| {row['most_bytes'] / 1e6:.1f} | {row['bytes'] / 1e6:.1f} | {row['slowest'] / 1e3:.2f} s "
-                f"| {row['late']:.0f} | {row['failed']:.0f} |"
+                f"| {row['late']:.0f} | {row['failed']:.0f} | {answer} |"
             )
         if len(rows) > 1:
             first, last, cpu, *others = (f"N^{grows(rows, key):.1f}" for key in GROWS)
-            yield f"| {name} | **growth** | {first} | {last} | {cpu} | | {' | '.join(others)} | | | |"
+            yield f"| {name} | **growth** | {first} | {last} | {cpu} | | {' | '.join(others)} | | | | |"
             at = {key: max(rows[max(rows)][key], 1e-3) * (LARGEST / max(rows)) ** grows(rows, key) for key in GROWS}
             if max(rows) < LARGEST:
                 yield (
                     f"| {name} | {LARGEST:,}, extrapolated | | | {at['cpu_s']:.1f} s | | {at['messages']:,.0f} "
                     f"| {at['first_bytes'] / 1e6:,.0f} | {at['most_bytes'] / 1e6:,.0f} | {at['bytes'] / 1e6:,.0f} "
-                    f"| | | |"
+                    f"| | | | |"
                 )
 
 
@@ -582,7 +605,9 @@ One agent in {LOST_PART} leaves in the phase `lose`, whose time contains a searc
 MB count both directions: at the store of the first agent, at the other store with the most bytes, and at all stores. In
 the phase `join`, the first agent's store contains the store of torch's rendezvous. The column `late` has the number of
 long texts that an agent read in the first agent's store, because no other agent had handed the text on. The column
-`hand-on` has the longest time until an agent had a text from another agent.
+`hand-on` has the longest time until an agent had a text from another agent. The column `slowest answer` has the longest
+wait of one more process that asks the first agent's store 20 times a second. If no answer came for
+{defaults.HOST_SILENCE_S:g} s, agents would believe the first agent lost.
 """
 
 

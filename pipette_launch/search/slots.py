@@ -23,6 +23,7 @@ from pipette_launch.cost.communication.exchanges import rank_grid
 from pipette_launch.facts import Cluster, Layout, Links
 from pipette_launch.facts.co_location import Domains, RankBlock
 from pipette_launch.facts.layout import Degrees, Floats, Ints
+from pipette_launch.probe.links.selection import slowness
 
 TYPICAL_MESSAGE_BYTES = 4 << 20
 """Message size that defines the distance of two hosts; latency and bandwidth both matter at this size."""
@@ -41,7 +42,6 @@ MANY_SLOW = 0.125
 POWER = 4
 """Exponent of link times in the cost of a chain of hosts. A high exponent counts the slowest link most."""
 _MOST_GAPS = 12
-_QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9)
 _TINY = np.finfo(float).tiny
 
 
@@ -78,7 +78,7 @@ def tiers_of(links: Links) -> Tiers:
     in its rack.
     """
     distance_HH = distances_s(links)
-    joints = spanning_tree(_without_bad_hosts(distance_HH))
+    joints = spanning_tree(_without_slow_hosts(distance_HH))
     lengths = np.array([seconds for seconds, _, _ in joints])
     # The joining links are sorted by length. `gaps` has the number of links before each of the widest gaps in length.
     ratios = lengths[1:] / np.maximum(lengths[:-1], _TINY)
@@ -108,19 +108,16 @@ def distances_s(links: Links) -> Floats:
     return np.asarray((one_way_HH + one_way_HH.T) / 2)
 
 
-def _without_bad_hosts(distance_HH: Floats) -> Floats:
-    """Divide the distances of each host by the factor by which the host is slower to near and far hosts alike.
-
-    A host alone in its rack is far from its nearest host, but not slow to far hosts, so its factor is 1.
-    """
-    size = len(distance_HH)
-    if size < 3:
+def _without_slow_hosts(distance_HH: Floats) -> Floats:
+    """Divide the distances of each host by the factor by which the host is slower to near and far hosts alike."""
+    if len(distance_HH) < 3:
         return distance_HH
-    others_HO = np.sort(distance_HH, axis=1)[:, 1:]
-    quantile_HK = others_HO[:, np.round(np.array(_QUANTILES) * (size - 2)).astype(np.int64)]
-    typical_K = np.maximum(np.median(quantile_HK, axis=0), _TINY)
-    badness_H = np.maximum((quantile_HK / typical_K).min(axis=1), 1.0)
-    return np.asarray(distance_HH / np.maximum(badness_H[:, None], badness_H[None, :]))
+    others_HH = distance_HH.copy()
+    np.fill_diagonal(others_HH, np.nan)
+    slow_H = slowness(-np.log(np.maximum(others_HH, _TINY)))
+    # No link becomes faster than the fastest link, because an approximate factor must not make a slow host the best.
+    usual_HH = np.maximum(others_HH / np.exp(np.maximum(slow_H[:, None], slow_H)), np.nanmin(others_HH))
+    return np.asarray(np.nan_to_num(usual_HH, copy=False))
 
 
 def _by_speed(distance_HH: Floats) -> tuple[Ints, ...]:
@@ -131,7 +128,7 @@ def _by_speed(distance_HH: Floats) -> tuple[Ints, ...]:
     orders = []
     for hosts in (np.flatnonzero(~is_slow_H), np.flatnonzero(is_slow_H)):
         among_HH = distance_HH[np.ix_(hosts, hosts)]
-        orders.append(hosts[_join(spanning_tree(_without_bad_hosts(among_HH)), among_HH, [])[0]])
+        orders.append(hosts[_join(spanning_tree(_without_slow_hosts(among_HH)), among_HH, [])[0]])
     return tuple(orders)
 
 

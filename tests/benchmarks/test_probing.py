@@ -11,9 +11,16 @@ from benchmarks.bench_probing import Unlike, World, adaptive, fabric, noisy, of_
         (noisy, 128, 0, True, 30, 0.7),
         (noisy, 128, 0, False, 40, 0.7),
         (noisy, 256, 109, False, 40, 0.85),
-        (of_ends, 256, 106, False, 40, 0.9),
+        (of_ends, 256, 106, False, 40, 0.85),
+        (of_ends, 512, 200, True, 30, 0.9),
     ],
-    ids=["switches known", "switches unknown", "slow hosts do not join racks", "each host has its own speed"],
+    ids=[
+        "switches known",
+        "switches unknown",
+        "slow hosts do not join racks",
+        "each host has its own speed",
+        "leaves are found though hosts differ in speed",
+    ],
 )
 def test_few_rounds_keep_most_of_the_gain(
     unlike: Unlike, hosts: int, seed: int, rounds: int, kept: float, *, knows_switches: bool

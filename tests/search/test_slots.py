@@ -55,10 +55,11 @@ def test_a_host_between_two_tiers_hides_no_tier() -> None:
     assert [partition(fabric.group_LH[0])] == partitions(tiers)
 
 
-def test_racks_of_hosts_with_different_speeds_are_found() -> None:
-    """A link is as fast as its slower host, hosts differ by 8 %, and a link takes 1.25 times as long between racks."""
+@pytest.mark.parametrize("spread", [0.08, 0.12])
+def test_racks_of_hosts_with_different_speeds_are_found(spread: float) -> None:
+    """A link is as fast as its slower host, and takes 1.25 times as long between racks: all racks are found."""
     fabric = fat_tree(256, sizes=(16,), bytes_per_s=(5e10, 4e10), seed=1)
-    speed_H = 1 - np.abs(np.random.default_rng(1).normal(0, 0.08, 256))
+    speed_H = 1 - np.abs(np.random.default_rng(1).normal(0, spread, 256))
     bandwidth_HH = np.array(fabric.links.bandwidth_bytes_per_s) * np.minimum(speed_H[:, None], speed_H)
 
     assert [partition(fabric.group_LH[0])] == partitions(
@@ -78,6 +79,15 @@ def test_a_host_alone_in_its_rack_joins_no_other() -> None:
     fabric = fat_tree(13, sizes=(4,), bytes_per_s=(5e10, 2e10), seed=2)
 
     assert [partition(fabric.group_LH[0])] == partitions(tiers_of(fabric.links))
+
+
+def test_a_slow_host_is_not_the_end_of_a_chain_of_equal_hosts() -> None:
+    """A host with 0.6 of the bandwidth of its 15 equal neighbours lies between two of them."""
+    bandwidth_HH = np.full((16, 16), 5e10)
+    bandwidth_HH[5] = bandwidth_HH[:, 5] = 3e10
+    links = Links(latency_s=np.full((16, 16), 1e-5), bandwidth_bytes_per_s=bandwidth_HH)
+
+    assert 5 not in tiers_of(links).order_H[[0, -1]]
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 3, 16])

@@ -11,7 +11,7 @@ Links that were not measured are estimated. The first plans use optimistic estim
 be fast, and such links are then measured. The last plan uses likely estimates, so this plan mostly uses measured links.
 
 A round is a set of disjoint pairs of hosts, because a clean measurement occupies both hosts. The planner finds near
-hosts in another way (`search/near_hosts.py`), which needs the links of all pairs.
+hosts in another way (`search/slots.py`), which needs the links of all pairs.
 """
 
 # H = hosts, C = groups of one tier, N = measured pairs; row sends to column; nan = not measured; log = ln(bytes/s).
@@ -218,7 +218,9 @@ def groupings_of(num_hosts: int, lines: Lines) -> tuple[Grouping, ...]:
     for (one, other), line in lines.items():
         # The better direction of a pair counts.
         log_HH[one, other] = log_HH[other, one] = np.fmax(log_HH[other, one], -np.log(line.seconds_per_byte))
-    outer_H, usual_HH = np.zeros(num_hosts, dtype=np.int64), _without_slow_hosts(log_HH)
+    outer_H, slow_H = np.zeros(num_hosts, dtype=np.int64), slowness(log_HH)
+    # Slow hosts get the usual speed here; otherwise their near links would look far.
+    usual_HH = np.minimum(log_HH + np.maximum(slow_H[:, None], slow_H), np.nanmax(log_HH))
     found: list[Grouping] = []
     while len(found) < MOST_LEVELS:
         # Links between known groups are far, and would outnumber the links inside groups.
@@ -283,8 +285,8 @@ def lowest_level(log_N: Floats) -> float | None:
     return None
 
 
-def _without_slow_hosts(log_HH: Floats) -> Floats:
-    """Return the log bandwidths as if slow hosts had the usual speed; without this, their near links would look far.
+def slowness(log_HH: Floats) -> Floats:
+    """Return the log bandwidth that slow hosts lack to the usual speed, by measured links; 0 for the other hosts.
 
     Links of a slow host have the usual density, but shifted. Each host gets the shift that fits its links best.
     """
@@ -299,7 +301,7 @@ def _without_slow_hosts(log_HH: Floats) -> Floats:
         counts = np.bincount((row_N * bins + bin_N)[shows_N], minlength=len(log_HH) * bins)
         fit_HS = counts.reshape(-1, bins) @ sliding_window_view(fit, MOST_SHIFTS)[:bins]
         shift_H = (fit_HS - DOUBT * (np.arange(MOST_SHIFTS) > 0)).argmax(axis=1)
-    return np.minimum(log_HH + SHIFT * np.maximum(shift_H[:, None], shift_H), np.nanmax(log_HH))
+    return np.asarray(SHIFT * shift_H)
 
 
 def _smooth(count: Ints, width: float) -> Floats:

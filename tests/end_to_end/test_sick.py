@@ -48,7 +48,8 @@ def test_a_sick_node_stands_by(tmp_path: Path) -> None:
     assert ["0 of 2", "1 of 2"] == sorted(rank for each in ranks.values() for rank in each)
     assert f"a {HELD}" in told(done)
     assert "a runs no workers and waits on standby, because of --pipette-on-sick=exclude" in told(done)
-    assert "measuring 2 slots on b, c" in told(done)
+    # torch numbers nodes of one address by their process ids.
+    assert any(f"measuring 2 slots on {healthy}" in told(done) for healthy in ("b, c", "c, b"))
     (kept,) = (tmp_path / "cache").glob("pipette-launch/*/plan.json")
     assert {"b", "c"} == {*files.read(kept, Plan).hosts}
     assert [] == list(tmp_path.glob("pipette*"))

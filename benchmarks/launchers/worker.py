@@ -40,7 +40,11 @@ def meet() -> list:
         while not os.path.exists(place):
             time.sleep(0.05)
         with open(place) as file:
-            found = [socket.create_connection((os.environ["MASTER_ADDR"], int(file.read())))]
+            port = int(file.read())
+        try:
+            found = [socket.create_connection((os.environ["MASTER_ADDR"], port))]
+        except OSError:
+            fail()
     together(found)
     return found
 

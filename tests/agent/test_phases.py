@@ -159,8 +159,9 @@ def test_trains_on_two_of_three_nodes(tmp_path: Path) -> None:
     assert {"b", "c"} == nodes_of(tmp_path)
     # Whoever decides knows what was measured, also where it took no part in it.
     (coordinator,) = [node for node, text in texts.items() if "SHOW" in text]
-    reason = "measured by b" if coordinator == "a" else ""
-    assert f"SHOW train attempt=0 reason={reason}\n" in texts[coordinator]
+    # torch numbers nodes of one address by their process ids.
+    reasons = ("measured by b", "measured by c") if coordinator == "a" else ("",)
+    assert any(f"SHOW train attempt=0 reason={reason}\n" in texts[coordinator] for reason in reasons)
     assert [] == [path.name for path in tmp_path.glob("pipette*")]
 
 

@@ -182,7 +182,7 @@ def test_hosts_that_fall_silent_together_are_waited_for_together(cut_wires: Any)
     agents.meet(0, 1, 2)
 
     assert {"node3": SILENT, "node4": SILENT} == agents.lost
-    assert time.monotonic() - began_s < HOST_SILENCE_S / 2
+    assert time.monotonic() - began_s < HOST_SILENCE_S
 
 
 @pytest.mark.parametrize("is_silent", [True, False])

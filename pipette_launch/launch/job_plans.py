@@ -119,7 +119,7 @@ class Planner:
     def from_cache(self, job: Job, hosts: Sequence[Host]) -> tuple[Plan | None, str]:
         """Return an earlier job's plan without candidates that are known to run out of memory, and a reason.
 
-        If no plan is cached, or the plan is unusable or needs too much memory, the first result is None.
+        It returns no plan if the cache has no usable plan, or if the cached plan needs too much memory.
         """
         plan, trouble = self.cache.load(hosts)
         if plan is None or self.shortage is None:

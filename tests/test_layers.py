@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*(ROOT / "pipette_launch").rglob("*.py"), *(ROOT / "patches").rglob("*.py")])
+LONGEST_FUNCTION = 60
 FAULTS = (
     ("facts/job.py", "import pipette_launch.search.solve"),
     ("cost/memory/peak.py", "from pipette_launch.probe import run"),
@@ -67,3 +69,14 @@ def test_packages_are_listed() -> None:
     text = (ROOT / "setup.cfg").read_text().split("packages =")[1].split("package_dir")[0]
 
     assert names == set(text.split())
+
+
+def test_no_function_is_too_long() -> None:
+    """A function has at most 60 lines."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    functions = [
+        (path, node) for path in SOURCES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)
+    ]
+    sizes = {f"{path.name} {node.name}": (node.end_lineno or 0) - node.lineno + 1 for path, node in functions}
+
+    assert {} == {name: size for name, size in sizes.items() if size > LONGEST_FUNCTION}

@@ -108,7 +108,8 @@ def end(code: int) -> NoReturn:
     """
     threading._shutdown()
     atexit._run_exitfuncs()
-    # Close open objects, so that they are written. The server's own objects are frozen and not among them.
+    # Write out the buffers of open files. `get_objects` leaves out frozen objects, and pipette-launch freezes some.
+    gc.unfreeze()
     for one in gc.get_objects():
         if type(one) in {io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom}:
             with contextlib.suppress(OSError, ValueError):

@@ -86,6 +86,16 @@ def both(warm: WarmPython, *words: str, cwd: Path | None = None) -> list[tuple[i
     ]
 
 
+def test_buffers_are_written_at_the_end(warm: WarmPython, tmp_path: Path) -> None:
+    """A program that freezes its objects, as pipette-launch does, loses no text of a stream or of an open file."""
+    program = "import gc, sys; file = open(sys.argv[1], 'w'); gc.freeze(); print('to a pipe'); file.write('to a file')"
+
+    found = both(warm, "-c", program, str(tmp_path / "written"))
+
+    assert [(0, "to a pipe\n", "")] * 2 == found
+    assert "to a file" == (tmp_path / "written").read_text()
+
+
 def test_an_error_is_shown_as_python_shows_it(warm: WarmPython, tmp_path: Path) -> None:
     """The traceback begins in the program, words given to exit are printed, and so on."""
     (tmp_path / "fails.py").write_text("def fail():\n    1 / 0\nfail()\n")

@@ -120,6 +120,8 @@ def main() -> None:
     case = Case(words=tuple(EXAMPLE.split()), world_size=2)
     found = compared(case, ROOT / "examples" / "pretrain_gpt.py", mocks_data=False, timeout_s=100)
     out.write(json.dumps({pp_rank: asdict(peaks) for pp_rank, peaks in found.items()}) + "\n")
+    # At its end Python writes out the buffer of `sys.stdout` only.
+    out.flush()
 
 
 if __name__ == "__main__":

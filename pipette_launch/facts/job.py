@@ -105,6 +105,7 @@ class PerformanceOptions:
     # Optimizer.
     exp_avg_dtype: str = "fp32"
     exp_avg_sq_dtype: str = "fp32"
+    main_grads_dtype: str = "fp32"
     main_params_dtype: str = "fp32"
     muon_num_ns_steps: int = 5
     muon_tp_mode: str = "blockwise"
@@ -119,6 +120,10 @@ class PerformanceOptions:
     """`no_shard`, `optim`, `optim_grads` or `optim_grads_params`, which is Megatron's default from 0.18 on."""
     fsdp_double_buffer: bool = False
     keep_fp8_transpose_cache: bool = False
+    megatron_fsdp_grad_comm_dtype: str = "auto"
+    """Type in which Megatron-FSDP reduces gradients. `auto` = type of `megatron_fsdp_main_grads_dtype`."""
+    megatron_fsdp_main_grads_dtype: str = "auto"
+    """Type in which Megatron-FSDP accumulates gradients. `auto` = type of the weights."""
     nccl_ub: bool = _option("--use-nccl-ub", default=False)
     outer_dp_sharding_strategy: str = "no_shard"
     suggested_communication_unit_size: int | None = None

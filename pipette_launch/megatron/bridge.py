@@ -260,6 +260,9 @@ def settings_of(config: Config) -> dict[str, Any]:
     found |= _shape(model) | _vocabulary(config, model)
     found |= pipeline(model) | memory_options(model) | graphs(model) | precision_flags(precision, fsdp=bool(fsdp))
     found |= sharding(ddp, fsdp=bool(fsdp)) | _overlaps(config, found)
+    if not found["grad_reduce_in_bf16"]:
+        # Bridge passes `grad_reduce_in_fp32` on to the buffers of gradients, whatever the optimizer's type is.
+        found["main_grads_dtype"] = None
     found["ddp_average_in_collective"] = ddp.get("average_in_collective")
     found["ddp_bucket_size"] = ddp.get("bucket_size")
     found["sft"] = not str(dataset.get("_target_", "GPTDatasetConfig")).endswith("GPTDatasetConfig")

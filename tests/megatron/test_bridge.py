@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pipette_launch.cost.layers.parameters import gradient_bytes_per_parameter
 from pipette_launch.errors import FileFormatError, MegatronError
 from pipette_launch.facts import Job, Recompute
 from pipette_launch.launch import plan_reports
@@ -143,6 +144,18 @@ def test_settings_that_megatrons_parser_spells_otherwise(tmp_path: Path, setting
 def test_the_gather_of_weights_overlaps_only_with_the_reduction(tmp_path: Path) -> None:
     """Bridge accepts the second overlap alone, and the layout that Megatron-LM would refuse has none of them."""
     assert not job_of(bridge_of(tmp_path, "comm_overlap.overlap_grad_reduce=false")).own.overlap_param_gather
+
+
+@pytest.mark.parametrize(("in_fp32", "expected"), [(True, 4), (False, 2)])
+def test_the_type_of_gradients_is_that_of_the_ddp_config(tmp_path: Path, *, in_fp32: bool, expected: int) -> None:
+    """`grad_reduce_in_fp32` alone chooses the type of gradients, because Bridge has no check of Megatron's parser."""
+    narrow = {"_target_": "torch.bfloat16", "_call_": False}
+    optimizer = {**CONFIG["optimizer"], "use_precision_aware_optimizer": True, "main_grads_dtype": narrow}
+    precision = {"bf16": True, "grad_reduce_in_fp32": in_fp32}
+
+    job = job_of(bridge_of(tmp_path, optimizer=optimizer, mixed_precision=precision))
+
+    assert expected == gradient_bytes_per_parameter(job)
 
 
 def test_the_job_of_a_saved_plan_is_read_again(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from pipette_launch.cost.layers.block import FP32_BYTES, Sizes, recompute_module
 from pipette_launch.cost.layers.mlp import Experts
 from pipette_launch.cost.layers.parameters import (
     chunk_kinds,
-    gradient_bytes_per_parameter,
+    reduced_gradient_bytes,
     word_embedding_parameters,
 )
 from pipette_launch.facts import Cell, Job
@@ -306,9 +306,7 @@ def _add_step(found: _Counts, job: Job, stages: range) -> None:
     # The optimizer of the experts gathers all parameters, and so does the other optimizer.
     gathers = 2 if model.num_experts and layout.ep > 1 and not layout.overlap_param_gather else 1
     words = word_embedding_parameters(model, layout.tp)
-    uses = [
-        ("reduce_scatter" if sharded else "all_reduce", traffic.gradient_bytes, 1, gradient_bytes_per_parameter(job))
-    ]
+    uses = [("reduce_scatter" if sharded else "all_reduce", traffic.gradient_bytes, 1, reduced_gradient_bytes(job))]
     if sharded:
         uses.append(("all_gather", traffic.parameter_bytes, gathers, model.dtype_bytes))
     for kind, bytes_of_stage, times, element in uses:

@@ -307,7 +307,7 @@ def shard_exchanges(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[E
     if sharding is None or not sharding.gradients:
         return
     members = group_sizes(layout, instances=parameters.shard_copies(job))
-    weight, gradient = parameters.layer_weight_bytes(job)[1], parameters.gradient_bytes_per_parameter(job)
+    weight, gradient = parameters.layer_weight_bytes(job)[1], parameters.reduced_gradient_bytes(job)
     gathers = sharding.weights * weight
     again = sharding.gathers_twice * gathers
     layers = parameters.unit_parameters(job.model, layout).layers
@@ -341,7 +341,7 @@ def _sharded_ends(job: Job, layout: Layout, sharding: parameters.Sharding, count
 
     The compute of the layer next to the head hides the head's exchanges under FSDP.
     """
-    model, gradient = job.model, parameters.gradient_bytes_per_parameter(job)
+    model, gradient = job.model, parameters.reduced_gradient_bytes(job)
     embedding, head = parameters.end_parameters(model, layout)
     embedding_S, head_S, none_S = counts.embedding_S, counts.head_S, 0 * counts.head_S
     forward: Behind = ("forward", model.layer_kinds[-1])
@@ -383,7 +383,7 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
     layers once a step if they stay gathered from pass to pass.
     """
     sharding, copies = parameters.sharding_of(job), parameters.shard_copies(job)
-    gradient, chunks = parameters.gradient_bytes_per_parameter(job), parameters.chunk_parameters(job.model, layout)
+    gradient, chunks = parameters.reduced_gradient_bytes(job), parameters.chunk_parameters(job.model, layout)
     dense = expert = float(gradient)
     if sharding and sharding.gradients:
         members, moved = group_sizes(layout, instances=copies), 2 * (copies - 1) / copies * gradient

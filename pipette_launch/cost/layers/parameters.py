@@ -26,7 +26,7 @@ from pipette_launch.facts.model import LayerKind, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
 IntOrInts = int | Ints
-_STATE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+_TYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _REMAINDER_BYTES = 2
 _SHARD_ALIGNMENT = 128
 _BUSBW_ALIGNMENT = 1 << 16
@@ -40,6 +40,8 @@ _ANY_LAYOUT = (10, 11)
 """Major compute capabilities of GPUs that multiply transposed FP8 matrices."""
 _FIRST_DUMMY_RELEASE = (0, 14)
 _FIRST_GROUPED_DUMMY = (0, 16)
+_FIRST_OWN_GRADIENTS = (0, 19)
+"""First release in which only Megatron-FSDP's own flags choose the type of its gradients."""
 _FIRST_WHOLE_SHARDS = (0, 18)
 """First release whose buffers have equal shards of whole matrices (MC optimizer/layer_wise_optimizer.py)."""
 _PACKED = (1.1, 4 / 3)
@@ -282,8 +284,8 @@ class Whole(NamedTuple):
     weights."""
 
 
-def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
-    """Count the bytes beside shards that FSDP needs at its peak; `gradient` = bytes of each gradient.
+def whole_beside_shards(job: Job, layout: Layout) -> Whole:
+    """Count the bytes beside shards that FSDP needs at its peak.
 
     Megatron-FSDP gathers layers ahead up to half of `--suggested-communication-unit-size`. Reduced gradients are freed
     only before the next bucket's reduction, and only if more than `--suggested-communication-unit-size` parameters
@@ -297,6 +299,7 @@ def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
     sharding, options, model = sharding_of(job), performance_options(job), job.model
     if sharding is None or not sharding.gradients:
         return Whole()
+    gradient = reduced_gradient_bytes(job)
     units, (embedding, head) = unit_parameters(model, layout), end_parameters(model, layout)
     layer, gathered = max(units.layers[kind].count for kind in model.layer_kinds), layer_weight_bytes(job)[1]
     if not options.use_megatron_fsdp:
@@ -344,15 +347,42 @@ class OnceAStep(NamedTuple):
 
 
 def gradient_bytes_per_parameter(job: Job) -> int:
-    """Return the bytes of one gradient: 4 for bf16 unless reduced in bf16, 2 for fp16 unless accumulated in fp32.
+    """Return the bytes of one gradient in the buffers that accumulate gradients over micro-batches.
 
-    torch FSDP2 reduces and keeps gradients in the weights' type.
+    Buffers are in fp32 or in the weights' type. With bf16 weights, `--grad-reduce-in-bf16` and `--main-grads-dtype
+    bf16` choose the weights' type (training/arguments.py, validate_args). From 0.19 on, Megatron-FSDP ignores both
+    flags and takes `--megatron-fsdp-main-grads-dtype` (MC distributed/fsdp/mcore_fsdp_adapter.py). torch FSDP2 keeps
+    and reduces gradients in the weights' type.
     """
-    if performance_options(job).use_torch_fsdp2:
-        return job.model.dtype_bytes
-    if job.model.params_dtype == "fp16":
-        return FP32_BYTES if performance_options(job).accumulate_allreduce_grads_in_fp32 else 2
-    return 2 if job.grad_reduce_in_bf16 else FP32_BYTES
+    options = performance_options(job)
+    if _reduces_in_fp32(job):
+        return FP32_BYTES
+    chosen = options.megatron_fsdp_main_grads_dtype if options.use_megatron_fsdp else "auto"
+    return _TYPE_BYTES.get(chosen, job.model.dtype_bytes)
+
+
+def reduced_gradient_bytes(job: Job) -> int:
+    """Return the bytes of one gradient in its reduction over replicas, and in FSDP's buffers of whole gradients.
+
+    Only Megatron-FSDP can reduce gradients in another type than it accumulates them, from 0.17 on.
+    """
+    options, accumulated = performance_options(job), gradient_bytes_per_parameter(job)
+    if not options.use_megatron_fsdp or _reduces_in_fp32(job):
+        return accumulated
+    is_narrow = job.grad_reduce_in_bf16 and job.release < _FIRST_OWN_GRADIENTS
+    chosen = "bf16" if is_narrow else options.megatron_fsdp_grad_comm_dtype
+    return _TYPE_BYTES.get(chosen, accumulated)
+
+
+def _reduces_in_fp32(job: Job) -> bool:
+    """Return True if Megatron's `grad_reduce_in_fp32` decides on the gradients' type, and chooses fp32."""
+    options, dtype = performance_options(job), job.model.params_dtype
+    if options.use_torch_fsdp2 or (options.use_megatron_fsdp and job.release >= _FIRST_OWN_GRADIENTS):
+        return False
+    if dtype != "bf16":
+        return options.accumulate_allreduce_grads_in_fp32
+    is_wide = options.accumulate_allreduce_grads_in_fp32 or options.main_grads_dtype == "fp32"
+    return is_wide and not job.grad_reduce_in_bf16
 
 
 class Matrix(NamedTuple):
@@ -551,7 +581,7 @@ def _master_bytes(job: Job) -> int:
 def _keeps_remainders(job: Job) -> bool:
     """Return True if a bf16 weight is the upper half of its fp32 copy, and the optimizer keeps only the lower half."""
     options = performance_options(job)
-    wide = _STATE_BYTES.get(options.main_params_dtype, FP32_BYTES) == FP32_BYTES
+    wide = _TYPE_BYTES.get(options.main_params_dtype, FP32_BYTES) == FP32_BYTES
     return options.use_precision_aware_optimizer and job.model.params_dtype == "bf16" and wide
 
 
@@ -563,4 +593,4 @@ def _chosen_state_bytes(job: Job) -> tuple[int, ...]:
     types = [options.exp_avg_dtype, options.exp_avg_sq_dtype]
     if job.model.params_dtype != "fp32" and not _keeps_remainders(job):
         types.append(options.main_params_dtype)
-    return tuple(_STATE_BYTES.get(dtype, FP32_BYTES) for dtype in types)
+    return tuple(_TYPE_BYTES.get(dtype, FP32_BYTES) for dtype in types)

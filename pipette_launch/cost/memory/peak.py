@@ -304,7 +304,7 @@ def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
     kept: dict[str, int] = {kind: kinds.kept_bytes(job, layout, kind) for kind in own}
     if not all(narrow_layers(job)):
         kept |= {f"{kind}{_WIDE}": kinds.kept_bytes(in_bf16(job), layout, kind) for kind in own}
-    whole = parameters.whole_beside_shards(job, layout, parameters.gradient_bytes_per_parameter(job))
+    whole = parameters.whole_beside_shards(job, layout)
     # Recompute of layers, or of the attention core alone, keeps all arguments for every live micro-batch, also the mask
     # (megatron-core, tensor_parallel/random.py, CheckpointFunction.forward).
     keeps_mask = layout.recompute.granularity == "full" or "core_attn" in modules

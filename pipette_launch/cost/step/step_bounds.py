@@ -258,7 +258,7 @@ class Tables:
         # A layout with a single stage may use a single slot, and a cluster of one slot has no links.
         if not parameters.has_two_embeddings(self.job.model) or not (columns.pp > 1).any():
             return np.zeros(len(columns))
-        each_bytes = parameters.gradient_bytes_per_parameter(self.job)
+        each_bytes = parameters.reduced_gradient_bytes(self.job)
         tp_U, group_N = np.unique(columns.tp, return_inverse=True)
         bytes_U = [float(parameters.word_embedding_parameters(self.job.model, tp) * each_bytes) for tp in tp_U.tolist()]
         seconds_U = self.fabric.bounds_s("all_reduce", 2, np.array(bytes_U))
@@ -536,7 +536,7 @@ def _exchange_s(
     """
     job, sharding = tables.job, parameters.sharding_of(tables.job)
     # FSDP exchanges gradients and weights during the passes. The bound leaves out FSDP's gather of embedding and head.
-    gradient_bytes = 0 if sharding and sharding.gradients else parameters.gradient_bytes_per_parameter(job)
+    gradient_bytes = 0 if sharding and sharding.gradients else parameters.reduced_gradient_bytes(job)
     weight_bytes = 0 if sharding and sharding.weights else job.model.dtype_bytes
     reduce_s, gather_s = np.zeros(counts[0].shape), np.zeros(counts[0].shape)
     is_sharded_T = groups.use_distributed_optimizer > 0

@@ -16,6 +16,7 @@ from pipette_launch.cost.layers.parameters import (
     gradient_bytes_per_parameter,
     held_gradients,
     optimizer_bytes,
+    reduced_gradient_bytes,
     resident_parameters,
     sharding_of,
     stage_parameters,
@@ -150,7 +151,7 @@ def job(*flags: str, **model: object) -> Job:
 def test_without_fsdp_nothing_is_sharded() -> None:
     """The distributed optimizer is a matter of the layout."""
     assert sharding_of(job()) is None
-    assert Whole() == whole_beside_shards(job(), SHARDED, 4)
+    assert Whole() == whole_beside_shards(job(), SHARDED)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_layers_in_eight_bits() -> None:
 
 def test_small_layers_are_gathered_all_at_once() -> None:
     """A thousand million parameters may wait, which is all: four layers, and the embedding, which is the head too."""
-    whole = whole_beside_shards(job(MEGATRON, ALL), SHARDED, 4)
+    whole = whole_beside_shards(job(MEGATRON, ALL), SHARDED)
 
     assert end_parameters(tiny_model(), SHARDED) == (EMBEDDING, 128)
     assert whole == Whole(
@@ -212,14 +213,14 @@ def test_small_layers_are_gathered_all_at_once() -> None:
 
 def test_a_head_of_its_own_is_reduced_first() -> None:
     """The embedding's gradients come when the backward is over."""
-    whole = whole_beside_shards(job(MEGATRON, ALL, untie_embeddings_and_output_weights=True), SHARDED, 4)
+    whole = whole_beside_shards(job(MEGATRON, ALL, untie_embeddings_and_output_weights=True), SHARDED)
 
     assert whole.gradients == 4 * (LAYER + 16_384 + 128)
 
 
 def test_a_small_unit_of_communication() -> None:
     """A layer is gathered ahead; with the layer at work one is being reduced, and one more may wait."""
-    whole = whole_beside_shards(job(MEGATRON, ALL, f"--suggested-communication-unit-size {LAYER + 128}"), SHARDED, 4)
+    whole = whole_beside_shards(job(MEGATRON, ALL, f"--suggested-communication-unit-size {LAYER + 128}"), SHARDED)
 
     assert whole.weights == 4 * (2 * LAYER + EMBEDDING + 128)
     assert (whole.waiting, whole.waiting_at_end) == (2, 0)
@@ -227,7 +228,7 @@ def test_a_small_unit_of_communication() -> None:
 
 def test_two_buffers_stay() -> None:
     """Two buffers of weights and two of gradients; no layer waits."""
-    whole = whole_beside_shards(job(MEGATRON, ALL, "--fsdp-double-buffer"), SHARDED, 4)
+    whole = whole_beside_shards(job(MEGATRON, ALL, "--fsdp-double-buffer"), SHARDED)
 
     assert whole.weights == whole.gradients == 4 * (2 * LAYER + EMBEDDING + 128)
     assert whole.waiting == whole.waiting_at_end == 0
@@ -235,7 +236,7 @@ def test_two_buffers_stay() -> None:
 
 def test_weights_that_are_not_sharded_are_not_gathered() -> None:
     """Their gradients still need whole buffers before they are reduced: one for all."""
-    whole = whole_beside_shards(job(MEGATRON, "--data-parallel-sharding-strategy optim_grads"), SHARDED, 4)
+    whole = whole_beside_shards(job(MEGATRON, "--data-parallel-sharding-strategy optim_grads"), SHARDED)
 
     assert whole.weights == 0
     assert whole.gradients == 4 * (4 * LAYER + EMBEDDING + 128)
@@ -246,7 +247,7 @@ def test_reductions_that_overlap_go_by_buckets() -> None:
     """Buckets have forty million parameters; all but the first wait."""
     long = job(MEGATRON, "--data-parallel-sharding-strategy optim_grads", num_layers=1000)
     overlapped = replace(long, own=replace(long.own, overlap_grad_reduce=True))
-    whole = whole_beside_shards(overlapped, SHARDED, 4)
+    whole = whole_beside_shards(overlapped, SHARDED)
 
     assert whole.gradients == 4 * 40_000_000
     assert whole.waiting == (1000 * LAYER + EMBEDDING + 128 - 40_000_000) // LAYER
@@ -254,7 +255,7 @@ def test_reductions_that_overlap_go_by_buckets() -> None:
 
 def test_torch_holds_two_units() -> None:
     """A layer beside another, or beside the head."""
-    assert whole_beside_shards(job("--use-torch-fsdp2"), SHARDED, 4) == Whole(weights=8 * LAYER, gradients=8 * LAYER)
+    assert whole_beside_shards(job("--use-torch-fsdp2"), SHARDED) == Whole(weights=8 * LAYER, gradients=8 * LAYER)
 
 
 def optimizer_job(*flags: str, **changes: object) -> Job:
@@ -294,6 +295,65 @@ def test_gradients_reduced_in_bf16() -> None:
 
     assert gradient_bytes_per_parameter(this) == 2
     assert optimizer_bytes(this, 10, 0, Layout()) == (120, 40)
+
+
+BF16_GRADIENTS = ("--use-precision-aware-optimizer", "--main-grads-dtype bf16")
+
+
+@pytest.mark.parametrize(
+    ("flags", "reduces_in_bf16", "dtype", "expected"),
+    [
+        ((), False, "bf16", 4),
+        (("--accumulate-allreduce-grads-in-fp32",), True, "bf16", 2),
+        (BF16_GRADIENTS, False, "bf16", 2),
+        (BF16_GRADIENTS, True, "bf16", 2),
+        (("--use-precision-aware-optimizer",), False, "bf16", 4),
+        # validate_args reads both flags only for bf16 weights.
+        ((), True, "fp32", 4),
+        (BF16_GRADIENTS, True, "fp32", 4),
+        ((), True, "fp16", 2),
+        (("--accumulate-allreduce-grads-in-fp32",), True, "fp16", 4),
+    ],
+)
+def test_type_of_gradients(flags: tuple[str, ...], reduces_in_bf16: bool, dtype: str, expected: int) -> None:
+    """Buffers of gradients have the type that Megatron's validate_args chooses, and are reduced in this type."""
+    this = replace(optimizer_job(*flags, params_dtype=dtype), grad_reduce_in_bf16=reduces_in_bf16)
+
+    assert (expected, expected) == (gradient_bytes_per_parameter(this), reduced_gradient_bytes(this))
+
+
+@pytest.mark.parametrize(
+    ("version", "flags", "reduces_in_bf16", "expected"),
+    [
+        ("0.16.1", (), False, (4, 4)),
+        ("0.16.1", (), True, (2, 2)),
+        ("0.18.0", (), False, (4, 4)),
+        # `grad_reduce_in_fp32`, the default for bf16 weights, wins over FSDP's own flags.
+        ("0.18.0", ("--megatron-fsdp-main-grads-dtype bf16", "--megatron-fsdp-grad-comm-dtype bf16"), False, (4, 4)),
+        ("0.18.0", ("--megatron-fsdp-main-grads-dtype fp32",), True, (4, 2)),
+        ("0.18.0", (), True, (2, 2)),
+        ("0.20.0", (), False, (2, 2)),
+        ("0.20.0", ("--accumulate-allreduce-grads-in-fp32",), False, (2, 2)),
+        ("0.20.0", ("--megatron-fsdp-main-grads-dtype fp32",), True, (4, 4)),
+        ("0.20.0", ("--megatron-fsdp-main-grads-dtype fp32", "--megatron-fsdp-grad-comm-dtype bf16"), False, (4, 2)),
+        ("0.20.0", ("--megatron-fsdp-main-grads-dtype bf16", "--megatron-fsdp-grad-comm-dtype fp32"), False, (2, 4)),
+    ],
+)
+def test_type_of_gradients_of_megatron_fsdp(
+    version: str, flags: tuple[str, ...], reduces_in_bf16: bool, expected: tuple[int, int]
+) -> None:
+    """Until 0.18 `grad_reduce_in_fp32` chooses fp32; later only Megatron-FSDP's own flags choose both types."""
+    this = replace(optimizer_job(MEGATRON, *flags), megatron_version=version, grad_reduce_in_bf16=reduces_in_bf16)
+
+    assert expected == (gradient_bytes_per_parameter(this), reduced_gradient_bytes(this))
+
+
+def test_whole_gradients_of_fsdp_have_the_type_of_the_reduction() -> None:
+    """Buffers of whole gradients have 2 bytes a parameter if Megatron-FSDP reduces in bf16, whatever it accumulates."""
+    types = ("--megatron-fsdp-main-grads-dtype fp32", "--megatron-fsdp-grad-comm-dtype bf16")
+    this = replace(optimizer_job(MEGATRON, ALL, *types), megatron_version="0.20.0")
+
+    assert 2 == whole_beside_shards(this, SHARDED).layer_gradients / LAYER
 
 
 def test_sgd_keeps_one_momentum() -> None:

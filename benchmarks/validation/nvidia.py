@@ -7,7 +7,16 @@ from pathlib import Path
 
 from benchmarks.validation.latency import Machines, StepTime, hosts_of
 from benchmarks.validation.lines import Found, Section, step_time_line
-from benchmarks.validation.nvidia_rows import is_hybrid, job_flags, measured_s, read_rows, read_shapes, version_of
+from benchmarks.validation.nvidia_rows import (
+    PRECISIONS,
+    is_contradictory,
+    is_hybrid,
+    job_flags,
+    measured_s,
+    read_rows,
+    read_shapes,
+    version_of,
+)
 from benchmarks.validation.shapes import job_of
 from benchmarks.validation.tables import Row
 from pipette_launch.errors import PipetteError
@@ -50,12 +59,14 @@ def refusal(row: Row, shapes: Mapping[str, Row], *, needs_time: bool = True) -> 
     """Why a row cannot be priced, and with `needs_time` compared; blank where it can."""
     reasons = {
         f"the shape of {row['model']} is not known": row["model"] not in shapes,
+        f"the flags of precision {row['precision']} are not known": row["precision"] not in PRECISIONS,
         "layers of several kinds of attention": _mixes_layers(shapes.get(row["model"])),
         "packed sequences and adapters": row["phase"] != "pretrain",
         "activation offloading": row["offload"],
         "tokens are dropped": row["routing"] == "tokendrop",
         "no micro-batch size": row["mbs"] is None,
         "no tokens/s and no step time": needs_time and measured_s(row) is None,
+        "step time and tokens/s contradict the batch": needs_time and is_contradictory(row),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

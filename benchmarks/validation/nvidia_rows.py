@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -69,8 +70,11 @@ PRECISIONS: dict[str, dict[str, Any]] = {
         "fp8-param-gather": True,
         "reuse-grad-buf-for-mxfp8-param-ag": True,
     },
+    "NVFP4": {"fp4-format": "e2m1", "fp4-param-gather": True},
 }
 """Flags of each precision; where the recipe is not stated, delayed scaling."""
+LAYERS_IN_BF16 = {("Nemotron-3-Super", "NVFP4"): 14}
+"""Number of last layers that stay in BF16, by model and precision (Megatron-Bridge, mixed_precision.py)."""
 DISPATCHERS = {
     "alltoall": {"moe-token-dispatcher-type": "alltoall"},
     "deepep": {"moe-token-dispatcher-type": "flex", "moe-flex-dispatcher-backend": "deepep"},
@@ -85,6 +89,8 @@ _NEMO = ("NeMo 24", "NeMo 25.02", "NeMo 25.04", "NeMo 25.07")
 """Releases before Megatron-Bridge, whose recipes fuse the cross-entropy by Transformer Engine."""
 _FROM_LIBRARY = re.compile("moonlight|_pretrain(_8k)?_config")
 """Recipes of Megatron-Bridge's library, which leave the router unfused."""
+ROUNDING = 0.02
+"""Largest difference between step time and tokens/s of a row that rounding explains."""
 _OTHER_VOCABULARY = {"GPT-OSS-20B": 32000}
 """The card of this row names it."""
 
@@ -123,6 +129,14 @@ def measured_s(row: Row) -> float | None:
     return row["gbs"] * row["seq"] / (row["tokens_s_gpu"] * row["gpus"]) if row["tokens_s_gpu"] else None
 
 
+def is_contradictory(row: Row) -> bool:
+    """True if a row's step time and tokens/s belong to another number of tokens than its batch has."""
+    if not (row["step_time_s"] and row["tokens_s_gpu"]):
+        return False
+    tokens = row["tokens_s_gpu"] * row["gpus"] * row["step_time_s"]
+    return not math.isclose(tokens, row["gbs"] * row["seq"], rel_tol=ROUNDING)
+
+
 def job_flags(row: Row, shape: Row | None) -> dict[str, Any]:
     """Return the run in Megatron's flags, `True` for a bare one."""
     if row.values.get("flags"):
@@ -147,7 +161,7 @@ def job_flags(row: Row, shape: Row | None) -> dict[str, Any]:
         "overlap-param-gather": True,
         "cross-entropy-loss-fusion": not row["release"].startswith(_NEMO),
         "cross-entropy-fusion-impl": "native" if row["release"].startswith(_NEMO) else "te",
-        **PRECISIONS[row["precision"]],
+        **precision_flags(row["model"], row["precision"]),
         **_graph_flags(row["cuda_graphs"]),
         **_sharding_flags(row),
     }
@@ -168,6 +182,13 @@ def job_flags(row: Row, shape: Row | None) -> dict[str, Any]:
         flags["recompute-granularity"] = "selective"
         flags["recompute-modules"] = row["recompute"].replace("+", " ")
     return {name: value for name, value in flags.items() if value is not False}
+
+
+def precision_flags(model: str, precision: str) -> dict[str, Any]:
+    """Return the flags of a precision of PRECISIONS, and of the layers that a model's recipe keeps in BF16."""
+    last = LAYERS_IN_BF16.get((model, precision), 0)
+    kept = {"num-layers-at-start-in-bf16": 0, "num-layers-at-end-in-bf16": last} if last else {}
+    return {**PRECISIONS[precision], "first-last-layers-bf16": last > 0, **kept}
 
 
 def _recipe_flags(row: Row, shape: Row | None) -> dict[str, Any]:

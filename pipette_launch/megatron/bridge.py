@@ -356,9 +356,13 @@ def pipeline(model: Config) -> dict[str, Any]:
 
 
 def memory_options(model: Config) -> dict[str, Any]:
-    """Return the flags of recompute and offloading. Bridge ignores the values of options that are off."""
+    """Return the flags of recompute and offloading. Bridge ignores the values of options that are off.
+
+    Selective recompute of an empty list of modules recomputes nothing, but Megatron's command line has no words for it.
+    """
     granularity = model.get("recompute_granularity")
     used = {
+        "recompute_granularity": granularity != "selective" or model.get("recompute_modules") != [],
         "recompute_modules": granularity == "selective",
         "recompute_method": granularity == "full",
         "recompute_num_layers": granularity == "full",

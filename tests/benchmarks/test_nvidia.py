@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from benchmarks.validation import nvidia
@@ -70,6 +73,11 @@ def row_of(model: str, system: str, precision: str = "BF16") -> Row:
     return next(row for row in ROWS if (row["model"], row["system"], row["precision"]) == (model, system, precision))
 
 
+def with_cells(row: Row, **cells: Any) -> Row:
+    """A row with other cells."""
+    return replace(row, values={**row.values, **cells})
+
+
 def one_second(_job: Job, machines: Machines) -> float:
     """Stand for a latency model, and see that job and machines agree."""
     assert machines.num_hosts * machines.devices_per_host == _job.own.world_size
@@ -105,13 +113,38 @@ def test_layout_and_recipe_are_read() -> None:
         ("FP8-DS", ("--fp8-format hybrid", "--fp8-param-gather", "--fp8-recipe delayed")),
         ("FP8-CS", ("--fp8-format hybrid", "--fp8-param-gather", "--fp8-recipe tensorwise")),
         ("MXFP8", ("--fp8-format e4m3", "--fp8-param-gather", "--fp8-recipe mxfp8")),
+        ("NVFP4", ("--fp4-format e2m1",)),
     ],
 )
 def test_precision_becomes_flags(precision: str, flags: tuple[str, ...]) -> None:
     """As the sources name it."""
-    row = next(row for row in ROWS if row["precision"] == precision and row["model"] in ("LLAMA3-8B", "Qwen3-8B"))
+    row = with_cells(row_of("LLAMA3-8B", "B200", "MXFP8"), precision=precision)
 
-    assert flags == tuple(flag for flag in job(row).performance_flags if flag.startswith("--fp8"))
+    assert flags == tuple(flag for flag in job(row).performance_flags if flag.startswith(("--fp8", "--fp4")))
+
+
+def test_a_recipe_keeps_last_layers_in_bf16() -> None:
+    """Nemotron-3-Super in NVFP4 computes its last 14 layers in BF16."""
+    row = with_cells(row_of("Nemotron-3-Nano", "B300", "MXFP8"), model="Nemotron-3-Super", precision="NVFP4")
+    wanted = {"--first-last-layers-bf16", "--num-layers-at-start-in-bf16 0", "--num-layers-at-end-in-bf16 14"}
+
+    assert wanted <= set(job(row).performance_flags)
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"precision": "INT8"}, "the flags of precision INT8 are not known"),
+        ({"step_time_s": 27.58858, "tokens_s_gpu": 2969.345}, "step time and tokens/s contradict the batch"),
+        ({"step_time_s": 4.4, "tokens_s_gpu": 16 * 8192 / 4.4 * 1.01}, ""),
+    ],
+    ids=["unknown precision", "another sequence length", "rounded tokens/s"],
+)
+def test_a_row_without_a_meaning_is_refused_with_its_reason(cells: dict[str, Any], reason: str) -> None:
+    """An unknown precision and figures for another number of tokens are refused, and rounded figures are not."""
+    row = with_cells(row_of("LLAMA3-8B", "B200", "MXFP8"), gpus=8, gbs=128, seq=8192, **cells)
+
+    assert reason == nvidia.refusal(row, SHAPES)
 
 
 def test_recipes_fill_blank_settings_only() -> None:

@@ -200,6 +200,19 @@ def test_a_written_layout_is_read_again(tmp_path: Path, changes: dict[str, Any])
     assert again.model.padded_vocab_size(again.own.tp) == job.model.padded_vocab_size(job.own.tp)
 
 
+@pytest.mark.parametrize(
+    ("modules", "recomputed"), [([], Recompute(granularity="none")), (["mlp"], None), (None, None)]
+)
+def test_an_empty_list_of_modules_recomputes_nothing(
+    tmp_path: Path, modules: list[str] | None, recomputed: Recompute | None
+) -> None:
+    """An empty list recomputes no module, and core attention is recomputed only if the list is left out."""
+    model = {**MODEL, "recompute_granularity": "selective", "recompute_modules": modules}
+    found = job_of(bridge_of(tmp_path, model=model)).own.recompute
+
+    assert found == (recomputed or Recompute(granularity="selective", modules=tuple(modules or ["core_attn"])))
+
+
 def test_written_words_keep_the_users_words_and_name_what_the_runner_would_derive(tmp_path: Path) -> None:
     """Overrides replace the user's own, and the split of the layers and the batch are always stated with a new PP."""
     mine = bridge_of(tmp_path, "--recipe", "x", "model.pipeline_model_parallel_size=2", "scheduler.lr_warmup_iters=3")

@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from pipette_launch.facts.job import PerformanceOptions
-from pipette_launch.megatron.flags import flag_table, releases
+from pipette_launch.megatron.flags import EFFECTS, flag_table, releases
 from pipette_launch.megatron.layout import DESTS_OF
-from pipette_launch.megatron.performance import EFFECTS
 from pipette_launch.megatron.pins import HELD_BY, REFUSED, UNMODELLED, UNPLANNED, UNTIMED
 from pipette_launch.megatron.script import script_version
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 
 class PipetteError(Exception):
@@ -52,6 +52,16 @@ class LayoutError(FactError):
 
 class MegatronError(PipetteError):
     """The script's Megatron flags are missing, contradictory or unknown."""
+
+
+def check_all(errors: Iterable[MegatronError]) -> None:
+    """Raise one MegatronError that lists all errors of a command line. Do nothing without errors."""
+    texts = list(dict.fromkeys(map(str, errors)))
+    if len(texts) == 1:
+        raise MegatronError(texts[0])
+    if texts:
+        numbered = " ".join(f"({number}) {text}." for number, text in enumerate(texts, 1))
+        raise MegatronError(f"{len(texts)} faults: {numbered}")
 
 
 class ClusterError(PipetteError):

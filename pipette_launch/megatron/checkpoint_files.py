@@ -29,7 +29,7 @@ def record_path(arguments: Sequence[str]) -> Path | None:
 
     Return None without `--save`.
     """
-    save = Arguments.parse(arguments, newest_release()).get("save")
+    save = Arguments.cut(arguments, newest_release()).get("save")
     return Path(save) / RECORD_NAME if save else None
 
 

@@ -10,12 +10,13 @@ import argparse
 import functools
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, NoReturn
 
-from pipette_launch.errors import MegatronError
+from pipette_launch.errors import MegatronError, check_all
+from pipette_launch.facts import files
 from pipette_launch.text import nearest_word
 
 OLDEST = (0, 14)
@@ -26,6 +27,12 @@ Two swapped letters in a flag of 12 letters give 0.92.
 """
 LEAST_BEGINNING = 8
 """Least characters of a shortened flag for which a note names the full flag. Megatron accepts no shortened flags."""
+EFFECTS = {row["flag"]: row["effect"] for row in files.table("pipette_launch.megatron", "effects")}
+"""Effect of each flag that no prediction and no plan reads, by destination, in the words of `docs/script_flags.md`."""
+FREE_CHOICES = ("ckpt_format", "dataloader_type", "tokenizer_type")
+"""Destinations that a reader uses, although an unknown value of them changes neither memory nor time of a step."""
+KINDS = {"int": int, "float": float, "bool": bool, None: str}
+"""Type of a flag's value, by `Flag.kind`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +56,40 @@ class Flag:
             return not self.option.startswith("--no-")
         return self.action != "store_false"
 
+    @property
+    def is_free(self) -> bool:
+        """True if an unknown value changes neither memory nor time of a step, so that only the script judges it."""
+        return self.dest in FREE_CHOICES or EFFECTS.get(self.dest, "not priced") != "not priced"
+
+    def stored(self, words: Sequence[str]) -> tuple[Any, str]:
+        """Return the value that Megatron's parser would store, and the reason why the parser refuses the words.
+
+        The reason is empty if the parser accepts the words. Otherwise the value is the default, or the words
+        themselves if only the list of choices lacks them.
+        """
+        if self.nargs == 0:
+            return self.constant, f"{self.option}: takes no value; write it alone, or leave it out" if words else ""
+        if not words and self.nargs != "*":
+            return self.default, f"{self.option}: expected {'one' if self.nargs is None else 'at least one'} argument"
+        try:
+            values = [KINDS[self.kind](word) for word in words]
+        except ValueError:
+            wrong = next(word for word in words if not _is_of(KINDS[self.kind], word))
+            return self.default, f"{self.option}: invalid {self.kind} value: {wrong!r}"
+        reasons = [f"{self.option} {value}: {self._unknown_value(value)}" for value in self.unknown(values)]
+        return (values[0] if self.nargs is None else values), next(iter(reasons), "")
+
+    def unknown(self, values: Sequence[object]) -> list[object]:
+        """Return the values that are not among the choices, without None."""
+        return [value for value in values if self.choices and value is not None and value not in self.choices]
+
+    def _unknown_value(self, value: object) -> str:
+        known = ", ".join(map(str, self.choices or ()))
+        flags = ((name, flag_table(name).get(self.option)) for name in releases())
+        others = [name for name, flag in flags if flag and value in (flag.choices or ())]
+        hint = f"Megatron {others[0]} has it" if others else "no formula has its memory and time"
+        return f"unknown value {value!r}; known are {known}; {hint}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Token:
@@ -58,6 +99,8 @@ class Token:
     flag: Flag | None = None
     value: Any = None
     """Value that Megatron's parser would store. The value is a list if the flag takes several values."""
+    fault: str = ""
+    """Reason why Megatron's parser refuses the words. The text is empty if the parser accepts them."""
 
     @property
     def dest(self) -> str | None:
@@ -128,35 +171,37 @@ def likely_flag(option: str, version: str) -> str:
     return begun[0] if len(begun) == 1 else nearest_word(option, flag_table(version), cutoff=CLOSE)
 
 
+def _is_of(kind: Callable[[str], object], word: str) -> bool:
+    try:
+        kind(word)
+    except ValueError:
+        return False
+    return True
+
+
 class _Record(argparse.Action):
-    """Record option and value of each flag, in the order of the command line."""
+    """Record option and words of each flag, in the order of the command line."""
 
     def __call__(
         self, _parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: str | None = None
     ) -> None:
-        namespace.found.append((option, value))
+        namespace.found.append((option, value if isinstance(value, list) else [] if value is None else [value]))
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser for the flags of one release, which raises MegatronError for an error in the command line."""
+    """Parser that assigns words to the flags of one release. `Flag.stored` judges the words."""
 
     def __init__(self, table: Mapping[str, Flag]) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
-        kinds = {"int": int, "float": float, "bool": bool, None: str}
+        # With these numbers of values, a flag without a value does not stop the parser.
+        lenient = {None: "?", "+": "*"}
         # Leave out -h, the only short flag: argparse would read any word that begins with -h as -h.
         for flag in (flag for flag in table.values() if flag.option.startswith("--")):
-            kind, choices = kinds[flag.kind], flag.choices
-            self.add_argument(flag.option, dest=flag.dest, nargs=flag.nargs, type=kind, choices=choices, action=_Record)
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            known = ", ".join(str(choice) for choice in action.choices)
-            raise MegatronError(f"{action.option_strings[0]} {value}: unknown value {value!r}; known are {known}")
+            nargs = lenient.get(flag.nargs, flag.nargs) if not isinstance(flag.nargs, int) else flag.nargs
+            self.add_argument(flag.option, dest=flag.dest, nargs=nargs, action=_Record)
 
     def error(self, message: str) -> NoReturn:
-        text = message.removeprefix("argument ")
-        flag, switched, _ = text.partition(": ignored explicit argument ")
-        raise MegatronError(f"{flag}: takes no value; write it alone, or leave it out" if switched else text)
+        raise MegatronError(message.removeprefix("argument "))
 
 
 @functools.cache
@@ -168,25 +213,31 @@ def tokenise(words: Sequence[str], version: str) -> tuple[Token, ...]:
     """Cut a command line into tokens as argparse does without shortened flags.
 
     The words of all tokens are the command line again. Unknown flags, values of unknown flags and stray words become
-    tokens of one word each. No word after a bare `--` is a flag. Raise MegatronError if a known flag has a wrong value.
+    tokens of one word each. No word after a bare `--` is a flag. A token has a `fault` if Megatron's parser would
+    refuse its words. Raise MegatronError if a flag of three values has another number of values.
     """
     end = list(words).index("--") if "--" in words else len(words)
-    seen = argparse.Namespace(found=[])
-    _parser(version).parse_known_args(list(words[:end]), seen)
     table = flag_table(version)
+    seen = argparse.Namespace(found=[])
+    # argparse stops at a switch with a value, so the value is judged here.
+    bare = [name if _is_switch(table.get(name)) else word for word in words[:end] for name in [word.partition("=")[0]]]
+    _parser(version).parse_known_args(bare, seen)
     tokens = []
     place = 0
-    for option, value in seen.found:
+    for option, values in seen.found:
         while words[place].partition("=")[0] != option:
             tokens.append(Token(words=(words[place],)))
             place += 1
-        flag = table[option]
-        count = len(value) if isinstance(value, list) else 1
-        after = place + (1 if words[place] != option else 1 + count)
-        stored = flag.constant if flag.nargs == 0 else value
-        tokens.append(Token(words=tuple(words[place:after]), flag=flag, value=stored))
+        flag, is_joined = table[option], words[place] != option
+        after = place + 1 + (0 if is_joined else len(values))
+        stored, fault = flag.stored([words[place].partition("=")[2]] if is_joined else values)
+        tokens.append(Token(words=tuple(words[place:after]), flag=flag, value=stored, fault=fault))
         place = after
     return (*tokens, *(Token(words=(word,)) for word in words[place:]))
+
+
+def _is_switch(flag: Flag | None) -> bool:
+    return flag is not None and flag.nargs == 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,8 +249,37 @@ class Arguments:
 
     @classmethod
     def parse(cls, words: Sequence[str], version: str) -> Arguments:
-        """Read a command line. Raise MegatronError if Megatron's parser would refuse the command line."""
+        """Read a command line.
+
+        Raise MegatronError that lists all words that Megatron's parser would refuse, except free values.
+        """
+        found = cls.cut(words, version)
+        check_all(found.faults())
+        return found
+
+    @classmethod
+    def cut(cls, words: Sequence[str], version: str) -> Arguments:
+        """Read a command line, including words that Megatron's parser would refuse."""
         return cls(tokens=tokenise(words, version), version=version)
+
+    def faults(self) -> list[MegatronError]:
+        """Return an error for each flag whose words Megatron's parser would refuse, except free values."""
+        return [MegatronError(token.fault) for token in self.tokens if token.fault and not self._is_free(token)]
+
+    @property
+    def free_values(self) -> list[str]:
+        """Flags with values that Megatron's parser would refuse, although they change neither memory nor time."""
+        return [" ".join(token.words) for token in self.tokens if token.fault and self._is_free(token)]
+
+    @staticmethod
+    def _is_free(token: Token) -> bool:
+        values = token.value if isinstance(token.value, list) else [token.value]
+        return token.flag is not None and token.flag.is_free and bool(token.flag.unknown(values))
+
+    @property
+    def faulty_dests(self) -> set[str]:
+        """Destinations of the flags whose words Megatron's parser would refuse."""
+        return {token.flag.dest for token in self.tokens if token.flag and token.fault}
 
     @property
     def table(self) -> Mapping[str, Flag]:
@@ -269,7 +349,7 @@ class Arguments:
 
     def with_flag(self, option: str, *values: object) -> Arguments:
         """Replace the last occurrence of a flag, or add the flag at the end, but before a bare `--`."""
-        (new,) = tokenise((option, *map(str, values)), self.version)
+        (new,) = self.parse((option, *map(str, values)), self.version).tokens
         places = [i for i, token in enumerate(self.tokens) if token.dest == new.dest]
         ends = [i for i, token in enumerate(self.tokens) if token.words == ("--",)]
         start = places[-1] if places else ends[0] if ends else len(self.tokens)
@@ -308,8 +388,8 @@ DASHES = "-\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{FIGURE DASH}\N{EN DASH}\N{EM DASH
 """Characters that word processors and web pages write instead of a hyphen."""
 
 
-def check_words(arguments: Arguments) -> None:
-    """Raise a MegatronError that lists all flags whose spelling Megatron refuses."""
+def word_faults(arguments: Arguments) -> Iterator[MegatronError]:
+    """Yield an error for each rule of spelling that the command line breaks, with all flags that break the rule."""
     spelt, overrides, valued = {}, {}, {}
     flag_before, value_taken = "", True
     for token in arguments.tokens:
@@ -335,7 +415,7 @@ def check_words(arguments: Arguments) -> None:
     ):
         pairs = [f"{right} for {wrong}" for wrong, right in found.items() if right]
         if pairs:
-            raise MegatronError(f"{rule}: write {', '.join(pairs)}")
+            yield MegatronError(f"{rule}: write {', '.join(pairs)}")
 
 
 def why_missing(arguments: Arguments, missing: Sequence[str]) -> str:
@@ -365,22 +445,25 @@ def why_missing(arguments: Arguments, missing: Sequence[str]) -> str:
 
 
 def unknown_note(arguments: Arguments) -> list[str]:
-    """Return a note on flags that this release lacks: the script's own flags, or typing errors.
+    """Return notes on flags and values that this release lacks: the script's own, or typing errors.
 
-    A launched script refuses unknown flags itself. So only commands that launch no script must report unknown flags.
+    A launched script refuses unknown words itself. So only commands that launch no script must report unknown words.
     """
     version = arguments.version
+    free = dict.fromkeys(arguments.free_values)
+    stops = "the script stops at these values unless the script defines them"
+    notes = [f"not values of Megatron {version}, so without effect here: {', '.join(free)}; {stops}"] if free else []
     found = dict.fromkeys(
         word.partition("=")[0] for word in arguments.unknown_words if re.match(r"\s*--?[^\W\d]", word)
     )
     if not found:
-        return []
+        return notes
     shown, stops = [], "the script stops at these flags unless the script defines them"
     for word in found:
         short, new = SHORT_SIZES.get(_letters(word).removesuffix("size")), NEW_NAMES.get(word)
         meant = short or (new if new in flag_table(version) else likely_flag(word, version))
         shown.append(f"{word} (did you mean {meant}?)" if meant else word)
-    return [f"not flags of Megatron {version}, so without effect here: {', '.join(shown)}; {stops}"]
+    return [*notes, f"not flags of Megatron {version}, so without effect here: {', '.join(shown)}; {stops}"]
 
 
 @functools.cache

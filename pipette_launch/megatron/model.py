@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipette_launch.errors import FactError, MegatronError
 from pipette_launch.facts import GatedDelta, HybridLayers, LatentAttention, ModelSpec, SparseAttention
@@ -39,13 +39,23 @@ FIRST_ABSORBED = (0, 19)
 """First release whose sparse attention shares one key among all heads, and has kernels."""
 
 
-def check_required(arguments: Arguments, *, starts_nothing: bool, cause: str = "") -> str:
-    """Raise MegatronError that lists every missing flag.
+class Required(NamedTuple):
+    """Flags that a command line lacks."""
 
-    With `starts_nothing`, only flags that affect time or memory are demanded. The returned note names other flags that
-    Megatron demands. `cause` is the reason why flags for the model's sizes may be missing. Empty = unknown.
+    note: str
+    """Names missing flags that Megatron demands, although no figure depends on them. Empty = no such flag."""
+    fault: MegatronError | None
+    """Names all other missing flags. None = no such flag."""
+
+
+def required_flags(arguments: Arguments, *, starts_nothing: bool, cause: str = "") -> Required:
+    """Return the flags that the command line lacks.
+
+    With `starts_nothing`, only flags that affect time or memory are demanded. `cause` is the reason why flags for the
+    model's sizes may be missing. Empty = unknown.
     """
-    missing = [dest for dest in REQUIRED if arguments.get(known_dest(arguments, dest)) is None]
+    faulty = arguments.faulty_dests
+    missing = [dest for dest in REQUIRED if arguments.get(known_dest(arguments, dest)) is None and dest not in faulty]
     if "num_layers" in missing and hybrid_pattern(arguments):
         missing.remove("num_layers")
     needless = []
@@ -57,13 +67,13 @@ def check_required(arguments: Arguments, *, starts_nothing: bool, cause: str = "
         needless.append("--max-position-embeddings")
     if not (arguments.get("train_iters") or arguments.get("train_samples")):
         needless.append("--train-iters (or --train-samples)")
+    note = f"Megatron itself needs {' and '.join(needless)} to train; nothing here depends on it" if needless else ""
+    if not missing and (starts_nothing or not needless):
+        return Required(note, None)
     is_shape = {"num_layers", "hidden_size", "num_attention_heads"} & set(missing)
-    flags = [arguments.shown(dest) for dest in missing]
-    if missing or (needless and not starts_nothing):
-        flags += () if starts_nothing else needless
-        why = cause if cause and is_shape else why_missing(arguments, flags)
-        raise MegatronError(f"the command line lacks {', '.join(flags)}; {why}")
-    return f"Megatron itself needs {' and '.join(needless)} to train; nothing here depends on it" if needless else ""
+    flags = [arguments.shown(dest) for dest in missing] + ([] if starts_nothing else needless)
+    why = cause if cause and is_shape else why_missing(arguments, flags)
+    return Required("", MegatronError(f"the command line lacks {', '.join(flags)}; {why}"))
 
 
 def read_model(

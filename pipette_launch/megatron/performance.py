@@ -9,10 +9,10 @@ from functools import lru_cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from pipette_launch.errors import MegatronError
-from pipette_launch.facts import Job, files
+from pipette_launch.facts import Job
 from pipette_launch.facts.job import SCRIPT_ONLY, PerformanceOptions
 from pipette_launch.megatron.chunks import HYBRID_SPECS, PATTERN_DESTS
-from pipette_launch.megatron.flags import Arguments, flag_defaults, release_of, releases
+from pipette_launch.megatron.flags import EFFECTS, Arguments, flag_defaults, release_of, releases
 from pipette_launch.megatron.model import FIRST_ABSORBED, GATED_DELTA_NETS
 
 _ITEM_TYPES = {
@@ -22,8 +22,6 @@ _ITEM_TYPES = {
 }
 """Type of each item of an option with several values. The type is `None` for options with one value."""
 _READ_ELSEWHERE = "calculate_per_token_loss moe_layer_recompute qk_layernorm reset_attention_mask window_size".split()
-EFFECTS = {row["flag"]: row["effect"] for row in files.table("pipette_launch.megatron", "effects")}
-"""Effect of each flag that no prediction and no plan reads, by destination, in the words of `docs/script_flags.md`."""
 NOT_PRICED = [dest for dest, effect in EFFECTS.items() if effect == "not priced"]
 DESTS = {*_ITEM_TYPES, *_READ_ELSEWHERE, *NOT_PRICED, *(dest for dest in EFFECTS if EFFECTS[dest] == "small")}
 """Destinations of the flags that `Job.performance_flags` contains.

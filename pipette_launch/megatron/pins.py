@@ -91,10 +91,10 @@ def binds_hosts(words: Sequence[str]) -> bool:
     return any(name in BINDING or f"{name}={value}" in BINDING for name, value in settings(words))
 
 
-def check_planned(
+def refusals(
     arguments: Arguments, foreign: Foreign, *, for_prediction: bool = False, without_probes: bool = False
-) -> None:
-    """Raise MegatronError, with flag and reason, for a job that is not planned.
+) -> Iterator[MegatronError]:
+    """Yield an error, with flag and reason, for each property of a job that is not planned.
 
     The launcher then trains with the user's own configuration, as torchrun would, and shows the reason. With
     `for_prediction` only jobs that cannot be predicted are refused. `without_probes` is true if the plan uses no
@@ -108,23 +108,24 @@ def check_planned(
         # A flag with the value 0 counts as off, except `--local-rank 0`.
         is_on = arguments.is_given(dest) and bool(value or dest == "local_rank")
         if str(value) == refused_value if refused_value else is_on:
-            raise arguments.refusal(reason, dest)
-    _check_offloading(arguments)
+            yield arguments.refusal(reason, dest)
+    yield from _offloading_refusals(arguments)
     # The warm-up runs the script itself, so it can time layers for which no formula exists.
-    for dest in () if needs_warm_up else unmodelled(arguments):
-        raise arguments.refusal(UNMODELLED[dest], dest)
+    unknown = [] if needs_warm_up else unmodelled(arguments)
+    for reason in dict.fromkeys(UNMODELLED[dest] for dest in unknown):
+        yield arguments.refusal(reason, *(dest for dest in unknown if UNMODELLED[dest] == reason))
     if needs_warm_up and (arguments.get("dsa_indexer_topk_freq") or 1) > 1:
         reason = "the warm-up times single layers, so it cannot time layers that share selected keys"
-        raise arguments.refusal(reason, "dsa_indexer_topk_freq")
-    if foreign.name and not needs_warm_up:
-        raise MegatronError(f"no formula describes the {foreign.name} model of this script: the launcher measures it")
+        yield arguments.refusal(reason, "dsa_indexer_topk_freq")
+    if foreign.name and not needs_warm_up and not unknown:
+        yield MegatronError(f"no formula describes the {foreign.name} model of this script: the launcher measures it")
     if foreign.name and not foreign.has_one_stack and arguments.size(PP) > 1:
-        raise arguments.refusal("pipeline stages of several stacks of layers are not modelled", PP)
+        yield arguments.refusal("pipeline stages of several stacks of layers are not modelled", PP)
     if hybrid_pattern(arguments):
-        _check_hybrid(arguments)
+        yield from _hybrid_refusals(arguments)
 
 
-def _check_offloading(arguments: Arguments) -> None:
+def _offloading_refusals(arguments: Arguments) -> Iterator[MegatronError]:
     offloaded = set(_as_list(arguments.get("offload_modules")))
     is_offloading = bool(arguments.get("fine_grained_activation_offloading"))
     # Dense layers offload fewer modules than layers with experts, and unfused core attention saves all its scores.
@@ -135,18 +136,18 @@ def _check_offloading(arguments: Arguments) -> None:
             "with unfused attention and layers with and without experts, tensors of two layers return at once, "
             "which is not modelled: predicted peaks were up to 10 % too low"
         )
-        raise arguments.refusal(reason, "offload_modules")
+        yield arguments.refusal(reason, "offload_modules")
 
 
-def _check_hybrid(arguments: Arguments) -> None:
+def _hybrid_refusals(arguments: Arguments) -> Iterator[MegatronError]:
     if arguments.get("fine_grained_activation_offloading") and release_of(arguments.version) < (0, 18):
         reason = "before 0.18 hybrid models do not offload activations"
-        raise arguments.refusal(reason, "fine_grained_activation_offloading")
+        yield arguments.refusal(reason, "fine_grained_activation_offloading")
     if arguments.get("use_torch_fsdp2"):
-        raise arguments.refusal("the wrapping of hybrid models by torch FSDP is not modelled", "use_torch_fsdp2")
+        yield arguments.refusal("the wrapping of hybrid models by torch FSDP is not modelled", "use_torch_fsdp2")
     if arguments.get("use_megatron_fsdp") and release_of(arguments.version) < (0, 19):
         reason = "before 0.19 Megatron-FSDP does not wrap Mamba layers one by one, which is not modelled"
-        raise arguments.refusal(reason, "use_megatron_fsdp")
+        yield arguments.refusal(reason, "use_megatron_fsdp")
 
 
 def pins(arguments: Arguments, own: Layout, device_kind: str) -> Iterator[Pin]:
@@ -201,9 +202,10 @@ def _excluded_pins(arguments: Arguments) -> Iterator[Pin]:
 
 def _data_pins(arguments: Arguments, own: Layout) -> Iterator[Pin]:
     """Yield fields on which the order of the samples and the average of the loss depend."""
-    if arguments.get("dataloader_type") == "cyclic":
-        shown = arguments.shown("dataloader_type")
-        yield Pin(("dp", "micro_batch_size"), f"{shown} shuffles samples within each replica: dp and mbs stay")
+    loader = arguments.get("dataloader_type")
+    if loader not in (None, "single"):
+        why = "shuffles samples within each replica" if loader == "cyclic" else "may split samples by replica"
+        yield Pin(("dp", "micro_batch_size"), f"{arguments.shown('dataloader_type')} {why}: dp and mbs stay")
     if arguments.get("rampup_batch_size") and release_of(arguments.version) < (0, 18):
         # The smallest batch sizes of a ramp-up must also divide among the replicas, and must fill an interleaved
         # pipeline.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from pipette_launch.errors import MegatronError
+from pipette_launch.errors import MegatronError, check_all
 from pipette_launch.facts import Batch, Job, Layout
 from pipette_launch.facts.accelerators import compute_capability
 from pipette_launch.megatron import flags
@@ -14,10 +14,10 @@ from pipette_launch.megatron.checkpoint import demands, unseen_note
 from pipette_launch.megatron.checkpoint_files import checkpoint_folder, with_checkpoint_arguments
 from pipette_launch.megatron.flags import Arguments, release_of
 from pipette_launch.megatron.layout import read_batch, read_layout, read_stand_in
-from pipette_launch.megatron.model import check_required, read_model
+from pipette_launch.megatron.model import read_model, required_flags
 from pipette_launch.megatron.performance import allocator_config, performance_flags, unmodelled, unpriced_note
-from pipette_launch.megatron.pins import check_planned, fixed_fields, foreign_pins, pins
-from pipette_launch.megatron.rules.judge import check_flags, check_formats, check_own
+from pipette_launch.megatron.pins import fixed_fields, foreign_pins, pins, refusals
+from pipette_launch.megatron.rules.judge import check_formats, check_own, rule_faults
 from pipette_launch.megatron.script import Foreign, foreign_model
 from pipette_launch.megatron.tokenizers import read_vocabulary
 
@@ -63,9 +63,8 @@ def read_job(
 
     """
     fixed = fixed_fields(fix)
-    given, checkpoint_note = with_checkpoint_arguments(Arguments.parse(arguments, megatron_version))
+    given, checkpoint_note = with_checkpoint_arguments(Arguments.cut(arguments, megatron_version))
     foreign = foreign_model(script, given)
-    check_planned(given, foreign, for_prediction=for_prediction, without_probes=without_probes)
     reader = _Reader(
         given=given,
         foreign=foreign,
@@ -80,6 +79,7 @@ def read_job(
         for_planning=for_planning,
         is_launched=is_launched,
         is_translated=is_translated,
+        without_probes=without_probes,
     )
     return reader.job()
 
@@ -121,23 +121,39 @@ class _Reader:
     for_planning: bool
     is_launched: bool
     is_translated: bool
+    without_probes: bool
+
+    @property
+    def starts_nothing(self) -> bool:
+        """True if no script runs, so that only this reader checks the words."""
+        return (self.for_prediction or self.for_planning) and not self.is_launched
+
+    def _check_flags(self) -> str:
+        """Raise one MegatronError that lists all faults of the words alone.
+
+        The returned note names flags that Megatron demands, although no figure depends on them.
+        """
+        given, prediction, unprobed = self.given, self.for_prediction, self.without_probes
+        refused = [*refusals(given, self.foreign, for_prediction=prediction, without_probes=unprobed)]
+        # A launched script judges its own words, and may accept more of them than NVIDIA's script.
+        misspelt = [*flags.word_faults(given)] if self.starts_nothing else []
+        faults = [*given.faults(), *refused, *misspelt]
+        if self.starts_nothing and not self.is_translated and not misspelt:
+            faults += rule_faults(given)
+        required = required_flags(given, starts_nothing=self.starts_nothing, cause=self.checkpoint_note)
+        # Other spelling, or another kind of model, may be the reason why flags are missing.
+        check_all([*faults, required.fault] if required.fault and not refused and not misspelt else faults)
+        return required.note
 
     def job(self) -> Job:
-        given, environment, kind = self.given, self.environment, self.device_kind
-        starts_nothing = (self.for_prediction or self.for_planning) and not self.is_launched
-        if starts_nothing:
-            flags.check_words(given)
-        needless = check_required(given, starts_nothing=starts_nothing, cause=self.checkpoint_note)
+        given, environment, kind, starts_nothing = self.given, self.environment, self.device_kind, self.starts_nothing
+        needless = self._check_flags()
         vocabulary = read_vocabulary(given)
         model = read_model(given, vocabulary, device_kind=kind, environment=environment, capability=self.capability)
         model = replace(model, foreign=self.foreign.name)
         found = self._flags_layout()
-        if starts_nothing:
-            # A launched script refuses unknown flags itself, and may accept more flags than NVIDIA's script.
-            if not self.is_translated:
-                check_flags(given, found.layout)
-            if kind == "cuda":
-                check_formats(given, found.layout, device_name=self.device_name, capability=self.capability)
+        if starts_nothing and kind == "cuda":
+            check_formats(given, found.layout, device_name=self.device_name, capability=self.capability)
         batch = read_batch(given, found.layout)
         own = self._own_layout(found, num_layers=model.num_layers)
         if own.doubt and self.for_planning and not self.is_launched:
@@ -214,7 +230,7 @@ class _Reader:
 
 def global_batch_size(words: Sequence[str]) -> int | None:
     """Return the global batch size of a command line. Return None if the size depends on the layout."""
-    given = Arguments.parse(words, flags.newest_release())
+    given = Arguments.cut(words, flags.newest_release())
     is_stated = given.is_given("global_batch_size") or given.is_given("step_batch_size_schedule")
     return read_batch(given, Layout()).global_batch_size if is_stated else None
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from benchmarks.make_flag_table import TARGET, derived, effect_rows, known_rows, table
-from pipette_launch.megatron.performance import EFFECTS
+from pipette_launch.megatron.flags import EFFECTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "script_flags.md"
 

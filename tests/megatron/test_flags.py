@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import string
+from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
 import pytest
@@ -20,6 +21,7 @@ from pipette_launch.megatron.flags import (
     flag_table,
     known_release,
     release_of,
+    releases,
     tokenise,
     unknown_note,
 )
@@ -93,15 +95,22 @@ def read(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
     ]
 
 
+def refused(argv: list[str]) -> bool:
+    """Return whether a command line is refused, or has values that only its script judges."""
+    try:
+        return bool(Arguments.parse(argv, VERSION).free_values)
+    except MegatronError:
+        return True
+
+
 @settings(max_examples=200, deadline=None)
 @given(words)
 def test_tokens_agree_with_argparse(argv: list[str]) -> None:
-    """Values, stray words and refusals equal argparse's without abbreviations."""
+    """Values, stray words and refusals equal argparse's without abbreviations, but for values that change no step."""
     try:
         namespace, stray = REFERENCE.parse_known_args(argv)
     except Refusal:
-        with pytest.raises(MegatronError):
-            read(argv)
+        assert refused(argv)
         return
 
     assert (vars(namespace), stray) == read(argv)
@@ -177,13 +186,82 @@ def test_malformed_flags_are_named(argv: list[str], message: str) -> None:
         ("--moe-router-load-balancing-type aux_loss even", "0.16.1", "unknown value 'even'"),
         ("--attention-backend xformers", "0.20", "unknown value 'xformers'"),
         ("--main-grads-dtype fp8", "0.18.0", "unknown value 'fp8'"),
-        ("--timing-log-level 3", "0.19.0", "unknown value 3; known are 0, 1, 2"),
+        ("--empty-unused-memory-level 3", "0.19.0", "unknown value 3; known are 0, 1, 2"),
+        ("--optimizer soap", "0.16.1", "known are adam, sgd, muon, dist_muon; Megatron 0.18 has it"),
+        ("--optimizer ademamix", "0.16.1", "muon, dist_muon; no formula has its memory and time"),
     ],
 )
 def test_values_beside_the_choices_are_refused(argv: str, version: str, message: str) -> None:
     """A flag with choices refuses other values, and the error lists the choices."""
     with pytest.raises(MegatronError, match=message):
         Arguments.parse(argv.split(), version)
+
+
+def test_values_that_change_no_step_are_listed_once() -> None:
+    """A fork's own tokenizer, decay or checkpoint format does not stop a prediction; one note lists all of them."""
+    words = "--tokenizer-type Llama3Tokenizer --lr-decay-style trapezoid --ckpt-format hf --timing-log-level 3"
+    found = job(words, for_prediction=True)
+
+    (note,) = [each for each in found.notes if each.startswith("not values of Megatron 0.16.1")]
+    assert (
+        "not values of Megatron 0.16.1, so without effect here: --tokenizer-type Llama3Tokenizer, --lr-decay-style "
+        "trapezoid, --ckpt-format hf, --timing-log-level 3; the script stops at these values unless the script defines "
+        "them"
+    ) == note
+    usual = job("--tokenizer-type TikTokenizer", for_prediction=True)
+    assert replace(usual, notes=()) == replace(found, notes=())
+
+
+def test_a_launched_script_judges_its_own_values() -> None:
+    """A launched job with a fork's tokenizer is planned as with a known tokenizer, and gets no note."""
+    words = [*SMALL, "--tokenizer-type", "Llama3Tokenizer"]
+    read = read_job(words, world_size=8, megatron_version="0.16.1", device_kind="cuda", is_launched=True)
+
+    assert job().own == read.own
+    assert not [note for note in read.notes if "not values" in note]
+
+
+def test_each_flag_with_choices_is_free_or_changes_a_step() -> None:
+    """An unknown value is read over for flags whose effect is known to be small or outside a step, and no others."""
+    choices = {flag.dest for release in releases() for flag in flag_table(release).values() if flag.choices}
+    free = {flag.dest for release in releases() for flag in flag_table(release).values() if flag.is_free}
+
+    assert {"lr_decay_style", "tokenizer_type", "ckpt_format", "timing_log_level", "rope_type"} <= choices & free
+    assert (
+        {"optimizer", "recompute_method", "moe_token_dispatcher_type", "fp8_recipe", "transformer_impl"}
+        | {"main_grads_dtype", "empty_unused_memory_level", "normalization", "position_embedding_type"}
+    ) <= choices - free
+
+
+def test_all_faults_of_a_line_are_named_together() -> None:
+    """Wrong values, refused kinds of jobs, contradictions and missing flags are numbered in one message."""
+    words = (
+        "--optimizer ademamix --num-layers many --hidden-size --bf16 --fp16 --recompute-method half "
+        "--moe-token-dispatcher-type alltoall_seq --lr 1 --min-lr 2"
+    )
+    with pytest.raises(MegatronError) as error:
+        job(base=words.split(), for_prediction=True)
+
+    text = str(error.value)
+    assert text.startswith("7 faults: (1) --optimizer ademamix: unknown value 'ademamix'; known are")
+    for part in (
+        "(2) --num-layers: invalid int value: 'many'.",
+        "(3) --hidden-size: expected one argument.",
+        "(4) --recompute-method half: unknown value 'half'",
+        "(5) --moe-token-dispatcher-type alltoall_seq: unknown value",
+        "(6) --lr 1 and --min-lr 2: --min-lr is larger than the learning rate",
+        "(7) the command line lacks --num-attention-heads, --seq-length, --max-position-embeddings, --micro-batch-size",
+    ):
+        assert part in text
+
+
+def test_all_reasons_against_a_job_are_named_together() -> None:
+    """A job of another kind is refused with every such reason, but without flags that only a decoder needs."""
+    with pytest.raises(MegatronError) as error:
+        job(base="--ict-head-size 2 --perform-rl-step --optimizer ademamix".split(), for_prediction=True)
+
+    assert "no formula has its memory and time. (2) --ict-head-size 2: biencoders are not modelled." in str(error.value)
+    assert str(error.value).endswith("(3) --perform-rl-step: reinforcement learning steps are not modelled.")
 
 
 def test_sizes_are_at_least_one() -> None:

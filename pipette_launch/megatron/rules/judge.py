@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter
 
@@ -42,11 +43,17 @@ def _broken_rules(rules: Rules, layout: Layout) -> Broken:
     )
 
 
-def check_flags(arguments: Arguments, own: Layout) -> None:
-    """Raise MegatronError if flags contradict each other under every layout."""
-    broken = next(flag_faults(arguments), None)
-    if broken:
-        raise MegatronError(broken.sentence(arguments, own))
+def rule_faults(arguments: Arguments) -> Iterator[MegatronError]:
+    """Yield an error for each rule that flags break under every layout, except rules on flags with a wrong value."""
+    faulty = arguments.faulty_dests
+    try:
+        for broken in flag_faults(arguments):
+            if not faulty.intersection(broken.names):
+                yield MegatronError(broken.sentence(arguments, Layout()))
+    except MegatronError as error:
+        # The flags of recompute contradict each other, which the rules on flags need.
+        if not faulty & {"recompute_granularity", "recompute_method", "recompute_num_layers"}:
+            yield error
 
 
 def check_own(job: Job, arguments: Arguments, *, device_kind: str) -> tuple[str, ...]:

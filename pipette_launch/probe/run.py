@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -217,7 +218,11 @@ def run_as_worker(program: Callable[[Sequence[str]], int]) -> NoReturn:
     # torch and megatron-core warn about optional libraries and deprecations, which do not concern a measurement.
     warnings.simplefilter("ignore")
     code = program(sys.argv[1:])
-    sys.stderr.flush()
+    # The agent keeps the output of a failed warm-up in files, to which Python writes when a buffer is full or flushed.
+    for stream in (sys.stdout, sys.stderr):
+        # The user's script may have closed the stream.
+        with suppress(OSError, ValueError):
+            stream.flush()
     # After a failure, destructors of communicators would wait for peers that are gone.
     os._exit(code)
 

@@ -1,5 +1,6 @@
 """Tests of whole warm-ups: real workers over gloo, as the agent starts them."""
 
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,7 @@ def test_what_is_advised_is_measured(tmp_path: Path) -> None:
 
 
 ADVISER = """
+import subprocess
 import sys
 from pathlib import Path
 from pipette_launch.facts import files
@@ -205,3 +207,24 @@ def test_a_damaged_order_is_named(
     line = capsys.readouterr().err
     assert f"{order}: not JSON" in line
     assert 1 == len(line.splitlines())
+
+
+ENDS = """
+import io, sys
+from pipette_launch.probe.run import run_as_worker
+def program(_):
+    sys.stdout = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8")
+    print("words of the script")
+    {last}
+    return 3
+run_as_worker(program)
+"""
+
+
+@pytest.mark.parametrize("last", ["pass", "sys.stdout.detach()"])
+def test_a_worker_that_ends_at_once_writes_out_its_output(last: str) -> None:
+    """Workers run with `-u`, but the user's script may wrap the stream again, or take the stream apart."""
+    command = [sys.executable, "-u", "-c", ENDS.format(last=last)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert (3, "words of the script\n", "") == (done.returncode, done.stdout, done.stderr)

@@ -116,7 +116,7 @@ class TrialRun(PhaseBeforeTraining):
     def _is_over(self, processes: Mapping[int, Popen[bytes]], bindings: Sequence[DeviceBinding]) -> bool:
         """Return whether any node has published the end of the trial; publish the end if this node sees it."""
         store, decision = self._round_store, self._decision
-        if store.has(f"{decision.key}/end"):
+        if store.glance(f"{decision.key}/end"):
             return True
         codes = {local: process.poll() for local, process in processes.items()}
         failure = None
@@ -129,13 +129,12 @@ class TrialRun(PhaseBeforeTraining):
                     ("answer", "") if decision.checks_order else ("iteration", f" after {len(self._step_s)}")
                 )
                 failure = Failure(cause=f"it hung: no {missing} within {waited_s:.0f} s{after}")
-            elif not codes or any(code is None for code in codes.values()):
+            elif not codes or any(code is None for code in codes.values()) or self._has_ended:
                 return False
             else:
-                # The script ended by itself on this node. The trial ends when the script has ended on every node.
-                ended = store.count(f"{decision.key}/ended", 0 if self._has_ended else 1)
+                # The script ended by itself on this node. The last node where it ends publishes the end of the trial.
                 self._has_ended = True
-                if ended < len(decision.tokens):
+                if store.count(f"{decision.key}/ended") < len(decision.tokens):
                     return False
         store.settle(f"{decision.key}/end", files.dumps(TrialReport(step_s=(), failure=failure, took_s=0.0)))
         return True

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,37 @@ def test_a_script_that_ends_by_itself_ends_the_trial_when_all_have(monkeypatch: 
     first.await_end()
 
     assert [(None, (0.1, 0.2))] == [(one.failure, one.step_s) for one in first.judge.reports]
+
+
+class CountedStore(HashStore):
+    """A store that counts the requests for each key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: Counter[str] = Counter()
+
+    def check(self, keys: list[str]) -> bool:
+        self.requests.update(keys)
+        return super().check(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        self.requests[key] += 1
+        return super().add(key, amount)
+
+
+@pytest.mark.parametrize("code", [None, 0])
+def test_many_nodes_ask_the_first_store_rarely(code: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 50,000 nodes looks ten times a second, and asks for one key at most every ten seconds."""
+    store = CountedStore()
+    node = Node(1, store, code, monkeypatch)
+    node.round_store.group_size = 50_000
+    if code is not None:
+        node.process.wait()
+    assert not any(node.look() for _ in range(10))
+    node.process.kill()
+    node.process.wait()
+
+    assert {1} == set(store.requests.values()), store.requests
 
 
 def test_a_node_that_is_gone_ends_the_round(monkeypatch: pytest.MonkeyPatch) -> None:

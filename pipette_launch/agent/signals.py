@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -54,8 +55,27 @@ def scontrol(*words: str) -> str:
 
 
 LOOK_S = 1.0
-# The shell reads process ids until the launcher's end of the pipe closes, then kills the workers in the last line.
-PROGRAM = 'pids=; while read -r line; do pids=$line; done; for pid in $pids; do kill -9 "-$pid"; done'
+ORPHANS_END = r"""
+# Each line names all running workers as PID:START. The last line counts when the launcher's end of the pipe closes.
+known=
+while read -r line; do known=$line; done
+for worker in $known; do
+    # The words of the file after the name of the program; word 20 is the start. The file is missing after a worker's
+    # end, but the worker's session may have processes. Another start means that another process has the id now.
+    stat=; read -r stat <"/proc/${worker%:*}/stat"; set -- ${stat##*) }
+    if [ "${20:-${worker#*:}}" = "${worker#*:}" ]; then kill -9 "-${worker%:*}"; fi
+done
+"""
+"""Program of the shell that kills the workers of a launcher that is gone."""
+
+
+def started(pid: int) -> str:
+    """Return when a process started, in clock ticks since the machine's start; empty if the process is gone."""
+    try:
+        # The name of the program, in brackets, may contain spaces and brackets.
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
 
 
 @contextmanager
@@ -65,7 +85,7 @@ def ended(workers: Callable[[], Collection[int]]) -> Iterator[None]:
     `workers` returns the process ids of the running workers, each the leader of its session.
     """
     shell = subprocess.Popen(
-        ["/bin/sh", "-c", PROGRAM],
+        ["/bin/sh", "-c", ORPHANS_END],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -83,7 +103,7 @@ def ended(workers: Callable[[], Collection[int]]) -> Iterator[None]:
             if now != known:
                 known = now
                 with suppress(OSError):
-                    print(*now, file=shell.stdin, flush=True)
+                    print(*(f"{pid}:{started(pid)}" for pid in now), file=shell.stdin, flush=True)
 
     teller = threading.Thread(target=tell, name="pipette-orphans", daemon=True)
     teller.start()

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
@@ -60,13 +60,24 @@ def processes(context: PContext | None) -> dict[int, Popen[bytes]]:
     return {local: handler.proc for local, handler in context.subprocess_handlers.items()}
 
 
+def own_sessions(processes: Iterable[Popen[bytes]]) -> set[int]:
+    """Return the ids of the sessions (and process groups) that these workers lead.
+
+    The kernel gives the id of a worker that was waited for to another process, but not while the worker's session has
+    a process. So a process with the id of such a worker leads another session.
+    """
+    return {one.pid for one in processes if one.returncode is None or not psutil.pid_exists(one.pid)}
+
+
 def end_children(context: PContext | None) -> None:
     """Kill processes that ended workers left in their sessions, for example a writer of checkpoints."""
     if not isinstance(context, SubprocessContext):
         return
     for process in processes(context).values():
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
+        # Each session is checked directly before the signal.
+        for session in own_sessions([process]):
+            with contextlib.suppress(OSError):
+                os.killpg(session, signal.SIGKILL)
 
 
 def end(processes: Mapping[int, Popen[bytes]], *, began_s: float, mark: str) -> tuple[int, ...]:
@@ -78,25 +89,28 @@ def end(processes: Mapping[int, Popen[bytes]], *, began_s: float, mark: str) -> 
     after the worker's death. `began_s` is the start of the workers, by `time.time`. A child that left the session has
     `mark`, the folder of the workers' output, in its environment.
     """
-    leaders = {process.pid for process in processes.values()}
     ends_s = time.monotonic() + END_S
     while True:
         # A process whose first thread has ended looks like a zombie while its other threads still hold memory.
         unreaped = {process.pid for process in processes.values() if process.poll() is None}
-        left = tuple(unreaped | {pid for pid in psutil.pids() if _belongs(pid, leaders, began_s, mark)})
+        sessions = own_sessions(processes.values())
+        left = []
+        for pid in {*unreaped, *psutil.pids()}:
+            if pid in unreaped or _belongs(pid, sessions, began_s, mark):
+                # The signal follows directly, because the id of a process that ends may soon belong to another one.
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+                left.append(pid)
         if not left or time.monotonic() > ends_s:
-            return left
-        for pid in left:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+            return tuple(left)
         time.sleep(0.02)
 
 
-def _belongs(pid: int, leaders: Collection[int], began_s: float, mark: str) -> bool:
+def _belongs(pid: int, sessions: Collection[int], began_s: float, mark: str) -> bool:
     """Return whether a process is alive and was started by these workers."""
     try:
         is_alive = status_of(pid) not in ("gone", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-        if not is_alive or (pid != os.getpid() and os.getsid(pid) in leaders):
+        if not is_alive or (pid != os.getpid() and os.getsid(pid) in sessions):
             return is_alive
         process = psutil.Process(pid)
         # Reading the environment of a process that waits inside the kernel could block this process too.
@@ -130,7 +144,8 @@ class StoppedWorkers:
             return []
         self._looked_s = now_s
         # A process under a debugger has another status, so it is not killed.
-        stopped = {one.pid for one in processes.values() if status_of(one.pid) == psutil.STATUS_STOPPED}
+        running = [one.pid for one in processes.values() if one.returncode is None]
+        stopped = {pid for pid in running if status_of(pid) == psutil.STATUS_STOPPED}
         self._since_s = {pid: self._since_s.get(pid, now_s) for pid in stopped}
         ended = [pid for pid, since_s in self._since_s.items() if now_s - since_s > STOPPED_S]
         for pid in ended:

@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from pipette_launch.agent.signals import PASSED_ON, Termination, passed_on
+from pipette_launch.agent.signals import ORPHANS_END, PASSED_ON, Termination, passed_on, started
 from tests.end_to_end import jobs
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
@@ -195,3 +196,34 @@ def test_a_forked_child_does_not_signal_its_siblings() -> None:
         _, status = os.waitpid(child, 0)
 
     assert signal.SIGUSR1 == os.WTERMSIG(status)
+
+
+def test_orphans_end_and_the_process_that_has_the_id_of_an_ended_worker_is_spared() -> None:
+    """The list of workers is up to a second old. The start of a process distinguishes it from an ended worker."""
+    sleeps = ["sleep", "600"]
+    worker, other = (subprocess.Popen(sleeps, start_new_session=True) for _ in range(2))
+    try:
+        assert started(worker.pid)
+        known = f"1:2\n{worker.pid}:{started(worker.pid)} {other.pid}:{int(started(other.pid)) - 1}\n"
+        subprocess.run(["/bin/sh", "-c", ORPHANS_END], input=known, text=True, timeout=20, check=True)
+
+        assert -signal.SIGKILL == worker.wait(10)
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.2)
+    finally:
+        for one in (worker, other):
+            one.kill()
+            one.wait()
+
+
+def test_the_children_of_an_orphan_that_has_ended_end_too() -> None:
+    """Its id stays reserved while its session has a process, so the file of the id is missing."""
+    worker = subprocess.Popen(["/bin/sh", "-c", "sleep 600 & echo $!"], stdout=-1, text=True, start_new_session=True)
+    known = f"{worker.pid}:{started(worker.pid)}\n"
+    assert worker.stdout is not None
+    child = psutil.Process(int(worker.stdout.readline()))
+    worker.wait(10)
+    worker.stdout.close()
+    subprocess.run(["/bin/sh", "-c", ORPHANS_END], input=known, text=True, timeout=20, check=True)
+
+    child.wait(10)

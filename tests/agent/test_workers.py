@@ -8,17 +8,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from pipette_launch.agent.workers import (
     StoppedWorkers,
     as_oom_kill,
+    end,
+    end_children,
     first_failure,
     first_line,
     last_words,
@@ -199,3 +204,36 @@ def test_the_last_line_of_a_killed_worker_is_no_cause(tmp_path: Path) -> None:
 
     assert why is not None
     assert "rank 5 ended with signal 9" == why.sentence
+
+
+SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+def test_the_process_that_has_the_id_of_an_ended_worker_is_spared() -> None:
+    """The kernel gives the id of a worker that was waited for to another process, which may lead a session too."""
+    with subprocess.Popen(SLEEPS, start_new_session=True) as other:
+        worker: Any = SimpleNamespace(pid=other.pid, returncode=0, poll=lambda: 0)
+        context: Any = SubprocessContext.__new__(SubprocessContext)
+        context.subprocess_handlers = {0: SimpleNamespace(proc=worker)}
+        try:
+            end_children(context)
+            assert () == end({0: worker}, began_s=time.time() + 3600, mark="/no/folder")
+            with pytest.raises(subprocess.TimeoutExpired):
+                other.wait(0.2)
+            worker.returncode = None
+            end_children(context)
+            assert -signal.SIGKILL == other.wait(10)
+        finally:
+            other.kill()
+
+
+def test_a_child_is_ended_after_its_worker() -> None:
+    """While the child lives, no other process can get the worker's id."""
+    program = f"import subprocess; print(subprocess.Popen({SLEEPS!r}, stdout=-3).pid, flush=True)"
+    worker = subprocess.Popen([sys.executable, "-c", program], stdout=-1, text=True, start_new_session=True)
+    child = psutil.Process(int(worker.communicate()[0]))
+    context: Any = SubprocessContext.__new__(SubprocessContext)
+    context.subprocess_handlers = {0: SimpleNamespace(proc=worker)}
+    end_children(context)
+
+    child.wait(10)

@@ -62,10 +62,14 @@ class MetricsFile:
         self._kept: Path | None = None
         """Document in the job's folder of the cache."""
         self._now = now
-        self._decides = True
+        self._decides = False
+        """True on the deciding node, after the first decision. Before it, no node writes a file."""
         self._broken: set[Path] = set()
         self._written: tuple[LiveJob | None, float] = (None, 0.0)
         self._lock = Lock()
+        """Held while files are written, which may take long on a file system that hangs."""
+        self._known_lock = Lock()
+        """Held while `known` changes, and never during a write, so that no thread that notes a change waits."""
         self._is_over = Event()
         self._lost: set[str] = set()
         self._num_trainings = 0
@@ -81,35 +85,32 @@ class MetricsFile:
 
     def decided(self, decision: Decision, cache: Cache, *, decides: bool) -> None:
         """Note a decision. `cache` is the folder of the decision's plan, and `decides` is true on the deciding node."""
-        self._decides = decides
-        known, plan = self.known, decision.plan
-        phase = PHASES.get(decision.phase, known.phase) if decides else ""
+        before, plan = self.known, decision.plan
+        phase = PHASES.get(decision.phase, before.phase) if decides else ""
         self._num_trainings += decision.phase == "train"
-        known = replace(
-            known,
-            host=decision.hosts[0] if decision.hosts else "",
-            phase=phase,
-            phase_began_s=known.phase_began_s if phase == known.phase == "trials" else self._now(),
-            nodes=len(decision.hosts),
-            restarts=max(self._num_trainings - 1, 0),
-            **{name: getattr(EMPTY, name) for name in OF_ATTEMPT},
-        )
+        changes: dict[str, Any] = {name: getattr(EMPTY, name) for name in OF_ATTEMPT}
+        changes |= {
+            "host": decision.hosts[0] if decision.hosts else "",
+            "phase": phase,
+            "phase_began_s": before.phase_began_s if phase == before.phase == "trials" else self._now(),
+            "nodes": len(decision.hosts),
+            "restarts": max(self._num_trainings - 1, 0),
+        }
         if plan is not None:
             choice = decision.choice or plan.own
             rate, memory = choice.rate, choice.memory_shown
-            known = replace(
-                known,
-                key=plan.provenance.key,
-                layout=choice.layout.words(),
-                schedule=choice.schedule,
-                predicted_step_s=choice.step_time_s,
-                own_predicted_step_s=None if plan.own_fault else plan.own.step_time_s,
-                predicted_tokens_per_s=rate.tokens_per_s if rate else None,
-                memory_need_bytes=max(memory.need_bytes),
-                memory_limit_bytes=memory.limit_bytes,
-                gap=plan.gap,
-            )
-        self.known = known
+            changes |= {
+                "key": plan.provenance.key,
+                "layout": choice.layout.words(),
+                "schedule": choice.schedule,
+                "predicted_step_s": choice.step_time_s,
+                "own_predicted_step_s": None if plan.own_fault else plan.own.step_time_s,
+                "predicted_tokens_per_s": rate.tokens_per_s if rate else None,
+                "memory_need_bytes": max(memory.need_bytes),
+                "memory_limit_bytes": memory.limit_bytes,
+                "gap": plan.gap,
+            }
+        self.note(**changes)
         try:
             kept = cache.path(KEPT) if self._keeps else None
         except FileFormatError as error:
@@ -118,7 +119,7 @@ class MetricsFile:
         with self._lock:
             if self._kept is not None and kept != self._kept:
                 self._own(self._kept).unlink(missing_ok=True)
-            self._kept = kept
+            self._kept, self._decides = kept, decides
         self.refresh()
 
     def warming_up(self, sign: Sign | None) -> None:
@@ -149,7 +150,9 @@ class MetricsFile:
 
     def note(self, **changes: Any) -> None:
         """Change fields of the job's document. The next refresh writes the files."""
-        self.known = replace(self.known, **changes)
+        # The main thread, the reader of the workers' output and the writer of the files call this method.
+        with self._known_lock:
+            self.known = replace(self.known, **changes)
 
     def ended(self, *, failed: bool) -> None:
         """Note the end of the job."""

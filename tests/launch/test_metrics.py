@@ -6,8 +6,10 @@ import itertools
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -108,6 +110,52 @@ def test_the_deciding_node_tells_all(tmp_path: Path) -> None:
         assert value == pytest.approx(found[f"pipette_{name}"]), name
     assert 0o044 == path.stat().st_mode & 0o044
     assert {path, path.with_suffix(".json")} == {*tmp_path.iterdir()}
+
+
+def test_no_node_writes_before_the_first_decision(tmp_path: Path) -> None:
+    """No node knows yet whether it decides, and on a common file system all nodes would write the same file."""
+    metrics = MetricsFile(tmp_path / "pipette.prom")
+    metrics.refresh()
+    metrics.ended(failed=True)
+
+    assert [] == [*tmp_path.iterdir()]
+
+
+def test_two_threads_lose_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An iteration that one thread notes does not undo the phase that another thread notes meanwhile."""
+    metrics, began, ended = MetricsFile(None), Event(), Event()
+
+    def slow(known: LiveJob, **changes: object) -> LiveJob:
+        if "iteration" in changes:
+            began.set()
+            ended.wait(0.3)
+        return replace(known, **changes)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "replace", slow)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: metrics.note(iteration=7))
+        assert began.wait(10.0)
+        metrics.note(phase="training")
+        ended.set()
+
+    assert (7, "training") == (metrics.known.iteration, metrics.known.phase)
+
+
+def test_a_note_does_not_wait_for_a_file_system_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that drains the workers' pipes notes each iteration."""
+    metrics, began, goes_on = MetricsFile(tmp_path / "p.prom"), Event(), Event()
+    metrics.decided(TRAINING, NOWHERE, decides=True)
+    metrics.iterated(printed(7, 0.5))
+    monkeypatch.setattr(files, "write_text", lambda *_, **__: began.set() or goes_on.wait(10.0))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(metrics.refresh)
+        assert began.wait(10.0)
+        began_s = time.monotonic()
+        metrics.iterated(printed(8, 0.5))
+        took_s = time.monotonic() - began_s
+        goes_on.set()
+
+    assert (8, True) == (metrics.known.iteration, took_s < 5)
 
 
 def test_the_end_stays_in_the_file(tmp_path: Path) -> None:

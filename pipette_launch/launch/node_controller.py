@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from pipette_launch import megatron
@@ -267,9 +268,12 @@ class NodeController(Controller):
         cache = self._cache
         trouble = cache.keep_outcome(outcome, self._host) if self._host else cache.save(OUTCOME, outcome)
         self._terminal.say(outcome_line(outcome))
-        # The writer may still draw the report.
-        adding = self._writer.submit(lambda: add_outcome(existing_page(cache.plan_path), outcome))
-        if trouble := trouble or adding.result():
+        # This thread drains the workers' pipes. If it waited for a file system that hangs, the training would stop.
+        self._writer.submit(_logging_errors, partial(self._write_outcome, outcome, self._cache))
+
+    def _write_outcome(self, outcome: Outcome, cache: Cache) -> None:
+        trouble = cache.keep_outcome(outcome, self._host) if self._host else cache.save(OUTCOME, outcome)
+        if trouble := trouble or add_outcome(existing_page(cache.plan_path), outcome):
             self._terminal.warn(trouble)
 
     def _device_peaks(self) -> tuple[PeakReading, ...]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -62,6 +65,11 @@ def decision(made: Plan | None = TWO, **changes: Any) -> Decision:
 
 def test_a_restart_shows_nothing_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The screen is printed once for each plan, and a fallback is reported once."""
+def await_writer() -> None:
+    """Wait until the thread that writes files has written all of them."""
+    WRITER.submit(lambda: None).result()
+
+
     told = begun(tmp_path)
     texts = []
     for step in (
@@ -138,6 +146,7 @@ def test_an_outcome_never_mixes_two_attempts(tmp_path: Path) -> None:
         told.saw_line(LINE.format(iteration, 1000.0))
 
     outcome = files.read(tmp_path / "cache" / "k" / "outcome.json", Outcome)
+    await_writer()
     assert (Layout(dp=4), 11) == (outcome.layout, outcome.first_iteration)
 
 
@@ -152,7 +161,7 @@ def test_files_are_written_after_the_decision_and_a_crash_of_a_write_is_no_harm(
     assert [] == written
 
     made.show(decision(), speaks=True)
-    WRITER.submit(lambda: None).result()
+    await_writer()
 
     assert ["next"] == written
     assert "a file beside the plan is missing" in caplog.text
@@ -167,6 +176,7 @@ def test_an_outcome_lies_beside_the_plan_in_force(tmp_path: Path) -> None:
             told.saw_line(LINE.format(iteration, 1000.0))
 
     assert {"k", "other"} == {path.parent.name for path in tmp_path.glob("cache/*/outcome.json")}
+    await_writer()
 
 
 def test_an_outcome_is_written_into_the_report(tmp_path: Path) -> None:
@@ -180,11 +190,32 @@ def test_an_outcome_is_written_into_the_report(tmp_path: Path) -> None:
         told.saw_line(LINE.format(iteration, 1000.0))
 
     assert "step, up to iteration 20" in (folder / "report.html").read_text()
+    await_writer()
     assert made == files.read(folder / "plan.json", Plan)
 
 
 def test_an_outcome_that_cannot_be_kept_has_no_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The outcome is printed, and then the reason for the missing file."""
+def test_an_outcome_is_read_while_the_file_system_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The thread that drains the workers' pipes prints the outcome, and another thread writes the files."""
+    goes_on, write = Event(), files.write
+    monkeypatch.setattr(files, "write", lambda *words, **more: goes_on.wait(10.0) and write(*words, **more))
+    told = begun(tmp_path)
+    told.show(decision(), speaks=False)
+    began_s = time.monotonic()
+    for iteration in range(1, 21):
+        told.saw_line(LINE.format(iteration, 1000.0))
+    took_s, printed = time.monotonic() - began_s, capsys.readouterr().err
+    goes_on.set()
+    await_writer()
+
+    assert took_s < 5
+    assert "step 1.00 s, predicted 1.00 s" in printed
+    assert 20 == files.read(tmp_path / "cache" / "k" / "outcome.json", Outcome).last_iteration
+
+
     (tmp_path / "cache").write_text("no folder")
     told = begun(tmp_path)
     told.show(decision(), speaks=False)
@@ -192,6 +223,7 @@ def test_an_outcome_that_cannot_be_kept_has_no_path(tmp_path: Path, capsys: pyte
         told.saw_line(LINE.format(iteration, 1000.0))
     outcome, trouble = capsys.readouterr().err.splitlines()[-2:]
 
+    await_writer()
     assert "step 1.00 s, predicted 1.00 s" in outcome
     assert "outcome.json" not in outcome
     assert "outcome.json cannot be written (Not a directory)" in trouble
@@ -287,6 +319,7 @@ def test_the_driver_tells_what_devices_hold(tmp_path: Path, monkeypatch: pytest.
     def fail(uuid: str) -> int:
         raise OSError("driver/library version mismatch")
 
+    await_writer()
     monkeypatch.setattr(inventory, "device_used_bytes", fail)
     assert () == told._device_peaks()
 

@@ -343,7 +343,9 @@ def first(
     folder = Path(tempfile.mkdtemp(dir=cache))
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     unwritten: list[Callable[[], None]] = []
-    coordinator = Coordinator(options(size, cache), folder, least_nodes=size // 2, later=unwritten.append)
+    coordinator = Coordinator(
+        options(size, cache), lambda: folder / "cluster.json", least_nodes=size // 2, later=unwritten.append
+    )
     agent = Agent(0, size, coordinator, unwritten=unwritten)
     barrier.wait()
     port.value = store.port
@@ -359,7 +361,8 @@ def first(
         desk.value = agent.membership._server.port
         decision = agent.decision
         if name == "meet" and decision and decision.phase == "warmup":
-            measure(files.loads(WarmupOrder, decision.probe_options, "order"))
+            order = files.loads(WarmupOrder, decision.probe_options, "order")
+            measure(replace(order, output=str(coordinator.measured_at())))
         text = files.dumps(decision) if decision else ""
         results.put({
             "first": name, "first_s": mine_s, "cpu_s": after.user + after.system - before.user - before.system,

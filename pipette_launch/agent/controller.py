@@ -25,14 +25,20 @@ class WorkerCommand:
 class Controller(ABC):
     """Decides what each node runs. `decide`, `after_warmup` and `after_trial` run on the deciding node only."""
 
-    progress_folder: Path
-    """Folder where the warm-up's workers of this node write their progress."""
-    measured_path: Path
-    """File where the warm-up's first worker writes the measurements."""
     warmup_deadline_s: float
     """Seconds after which a warm-up counts as hung."""
     slowed: str = ""
     """Sentence about slower training steps if the slowdown is a reason to measure all machines again; else empty."""
+
+    @property
+    @abstractmethod
+    def progress_folder(self) -> Path:
+        """Folder where the warm-up's workers of this node write their progress."""
+
+    @property
+    @abstractmethod
+    def measured_path(self) -> Path:
+        """File where the warm-up's first worker writes the measurements."""
 
     @abstractmethod
     def begin(self, script: WorkerCommand, *, num_slots: int, address: str, interruption: type[Exception]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -16,7 +16,6 @@ from pipette_launch.errors import UsageError
 from pipette_launch.facts import ComputeCase, Host, Job, files, schedule
 from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.messages import Decision
-from pipette_launch.launch.cache import CLUSTER
 from pipette_launch.launch.options import Options
 from pipette_launch.probe.messages import TINY_BYTES, LinksOrder, WarmupOrder
 from pipette_launch.report.plan import chosen_line
@@ -38,12 +37,12 @@ SCHEDULES = "schedules"
 
 
 def probe_options(
-    job: Job, hosts: tuple[Host, ...], *, options: Options, folder: Path, known: Path | None, num_training: int
+    job: Job, hosts: tuple[Host, ...], *, options: Options, known: Path | None, num_training: int
 ) -> WarmupOrder:
     """Return the options of a warm-up; raises UsageError if the file of --pipette-probe cannot be written.
 
-    The first worker leaves the measurements in `folder`, a private folder. `known` is the file of earlier measurements
-    on these hosts, which may be missing. `num_training` hosts will train, and the others stand by.
+    `known` is the file of earlier measurements on these hosts, which may be missing. `num_training` hosts will train,
+    and the others stand by.
     """
     if options.probe_to is not None:
         # Check before the warm-up that the file can be written, because an error later would lose the measurements.
@@ -66,8 +65,6 @@ def probe_options(
         job=job,
         hosts=hosts,
         cases=cases,
-        output=str(folder / CLUSTER),
-        progress_dir=str(folder / "progress"),
         message_sizes_bytes=message_sizes_bytes(job, cases, kind),
         # The worker appends the names of the question file and the answer file.
         adviser=(_python(), "-m", ADVISER, *map(str, (options.margin, options.memory_margin, options.seed))),
@@ -80,13 +77,11 @@ def probe_options(
     )
 
 
-def links_options(hosts: tuple[Host, ...], *, options: Options, folder: Path) -> LinksOrder:
-    """Return the options of a warm-up that measures only links, and leaves its measurements in `folder`."""
+def links_options(hosts: tuple[Host, ...], *, options: Options) -> LinksOrder:
+    """Return the options of a warm-up that measures only links."""
     least, most = SIZE_LIMITS_BYTES[hosts[0].devices[0].kind]
     return LinksOrder(
         hosts=hosts,
-        output=str(folder / CLUSTER),
-        progress_dir=str(folder / "progress"),
         message_sizes_bytes=(TINY_BYTES, least, math.isqrt(least * most), most),
         budget_s=min(options.budget_s, defaults.LINKS_BUDGET_S),
     )
@@ -133,8 +128,10 @@ def _python() -> str:
 # -- the training -------------------------------------------------------------------------------------------------
 
 
-def training(decision: Decision, options: Options, script: WorkerCommand, *, folder: Path) -> WorkerCommand:
-    """Return the command that runs the user's script under a decision; `folder` is private, for a schedule.
+def training(
+    decision: Decision, options: Options, script: WorkerCommand, *, folder: Callable[[], Path]
+) -> WorkerCommand:
+    """Return the command that runs the user's script under a decision; `folder` makes a private folder for a schedule.
 
     The arguments of `script`, which torchrun would run, end with the script's own arguments.
     """
@@ -142,7 +139,7 @@ def training(decision: Decision, options: Options, script: WorkerCommand, *, fol
     tail = list(options.script_arguments if decision.script_arguments is None else decision.script_arguments)
     patches, environment = decision.patches, {**_wandb_notes(decision, options), **decision.environment}
     if decision.choice is not None and decision.choice.order is not None:
-        path = folder / "schedule.json"
+        path = folder() / "schedule.json"
         files.write(path, decision.choice.order)
         patches, environment = (*patches, SCHEDULES), {**environment, schedule.VARIABLE: str(path)}
     if patches:

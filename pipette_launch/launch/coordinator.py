@@ -52,7 +52,7 @@ class Coordinator:
     def __init__(
         self,
         options: Options,
-        folder: Path,
+        measured_at: Callable[[], Path],
         *,
         interruption: type[Exception] = InterruptedError,
         judge: Judge = judge,
@@ -60,14 +60,14 @@ class Coordinator:
         is_static: bool = False,
         later: cache.Later = lambda write: write(),
     ) -> None:
-        """Begin; the warm-up leaves its measurements in `folder`, a private folder.
+        """Begin; a warm-up leaves its measurements in the file that `measured_at` names.
 
         A signal raises `interruption`, which does not count as a failure of a plan. `judge` finds sick devices and
         hosts in the drivers' reports. `least_nodes` is MIN of --nnodes. If `is_static`, the rendezvous waits for all
         nodes and ignores --nnodes. `later` gets functions that write files which no decision needs.
         """
         self._options = options
-        self._folder = folder
+        self.measured_at = measured_at
         self._judge = judge
         self._least_nodes = least_nodes
         self._policy = Policy(
@@ -214,7 +214,7 @@ class Coordinator:
         if not (self._is_start or self._measures_anew):
             # The first node may be lost together with its measurements, and recovery must not wait for new ones.
             return in_held_order(self._unplanned(bare), self._held_order)
-        order = links_options(hosts, options=self._options, folder=self._folder)
+        order = links_options(hosts, options=self._options)
         return replace(bare, phase="warmup", probe_options=files.dumps(order), only_links=True)
 
     def _in_order(self, bare: Decision, measured: Measurements) -> Decision:
@@ -263,7 +263,6 @@ class Coordinator:
             job,
             hosts,
             options=self.planner.options,
-            folder=self._folder,
             known=None if is_whole else self.planner.machine_measurements(hosts).path,
             num_training=len(hosts) - num_spares,
         )
@@ -307,7 +306,7 @@ class Coordinator:
             links = files.loads(LinksOrder, decision.probe_options, "the order of the warm-up")
             if failure:
                 raise ProbeError(failure)
-            found = files.read(self._folder / CLUSTER, Measurements)
+            found = files.read(self.measured_at(), Measurements)
             return self._in_order(bare, self.planner.machine_measurements(links.hosts).kept(found, self.planner.later))
 
         def weigh() -> Decision:
@@ -315,7 +314,7 @@ class Coordinator:
             self.planner.job = order.job
             if failure:
                 raise ProbeError(failure)
-            found = self._with_conditions(files.read(self._folder / CLUSTER, Measurements))
+            found = self._with_conditions(files.read(self.measured_at(), Measurements))
             measurements = self.planner.machine_measurements(order.hosts).kept(found, self.planner.later)
             if self._options.probe_to is not None:
                 self.planner.measurements = measurements

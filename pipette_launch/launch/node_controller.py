@@ -42,8 +42,7 @@ logger = logging.getLogger(__name__)
 
 def launch(args: Namespace, options: Options, *, advice: str = "") -> None:
     """Run a job; return if the job succeeded, else raise as torchrun does. `advice` ends errors about missing nodes."""
-    # The folder is made when it is needed, so a launcher that a signal ends early leaves no folder.
-    folder = Path(tempfile.gettempdir()) / f"pipette_{uuid.uuid4().hex}"
+    folder = PrivateFolder()
     metrics = MetricsFile(options.metrics_file, script=options.script, keeps=not options.only_looks)
     spans = Spans(os.environ)
     has_failed = True
@@ -60,7 +59,29 @@ def launch(args: Namespace, options: Options, *, advice: str = "") -> None:
     finally:
         metrics.ended(failed=has_failed)
         spans.end()
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()
+
+
+class PrivateFolder:
+    """Folder of this launcher's files, which no other user can open or foresee.
+
+    The folder is made when it is needed, so a launcher that a signal ends early leaves no folder.
+    """
+
+    def __init__(self) -> None:
+        self._made: Path | None = None
+
+    @property
+    def path(self) -> Path:
+        """Path of the folder, which the first use makes."""
+        if self._made is None:
+            self._made = Path(tempfile.mkdtemp(prefix="pipette_"))
+        return self._made
+
+    def remove(self) -> None:
+        """Delete the folder, if it was made."""
+        if self._made is not None:
+            shutil.rmtree(self._made, ignore_errors=True)
 
 
 def _logging_errors(write: Callable[[], None]) -> None:
@@ -77,7 +98,7 @@ class NodeController(Controller):
         self,
         options: Options,
         rendezvous_settings: RendezvousSettings,
-        folder: Path,
+        folder: PrivateFolder,
         *,
         metrics: MetricsFile,
         spans: Spans,
@@ -91,7 +112,6 @@ class NodeController(Controller):
         self._metrics, self._spans = metrics, spans
         self._rendezvous_settings = rendezvous_settings
         self._folder = folder
-        self.progress_folder, self.measured_path = folder / "progress", folder / CLUSTER
         self._token = uuid.uuid4().hex
         self._cache = Cache(None, "")
         """Cache folder of the plan that the job runs now, and of the plan's outcome."""
@@ -109,7 +129,7 @@ class NodeController(Controller):
         self._script, self._interruption = script, interruption
         self._coordinator = Coordinator(
             self._options,
-            self._folder,
+            lambda: self.measured_path,
             interruption=interruption,
             least_nodes=self._rendezvous_settings.least_nodes,
             is_static=self._rendezvous_settings.node_rank >= 0,
@@ -143,6 +163,16 @@ class NodeController(Controller):
             iteration=self._recovery.iteration,
             slowed=self.slowed,
         )
+
+    @property
+    def progress_folder(self) -> Path:
+        """Folder where the warm-up's workers of this node write their progress."""
+        return self._folder.path / "progress"
+
+    @property
+    def measured_path(self) -> Path:
+        """File where the warm-up's first worker writes the measurements."""
+        return self._folder.path / CLUSTER
 
     # -- decisions for all nodes, on the first node ---------------------------------------------------------------
 
@@ -229,11 +259,10 @@ class NodeController(Controller):
             # The check of the device order covers all devices of this node, and each group of `tp` ranks.
             return commands.probe("order_check", plan.device_kind, choice.layout.tp, *decision.ranks_of(self._token))
         if decision.phase != "warmup":
-            return commands.training(decision, self._options, self._script, folder=self._folder)
+            return commands.training(decision, self._options, self._script, folder=lambda: self._folder.path)
         shutil.rmtree(self.progress_folder, ignore_errors=True)
-        self._folder.mkdir(mode=0o700, exist_ok=True)
         self.progress_folder.mkdir()
-        path = self._folder / "probe-options.json"
+        path = self._folder.path / "probe-options.json"
         kind = LinksOrder if decision.only_links else WarmupOrder
         order = files.loads(kind, decision.probe_options, "the order of the warm-up")
         files.write(path, replace(order, progress_dir=str(self.progress_folder), output=str(self.measured_path)))
@@ -265,8 +294,6 @@ class NodeController(Controller):
     def _keep_outcome(self, outcome: Outcome) -> None:
         peak = outcome.fullest
         self._metrics.note(measured_memory_bytes=peak.measured_bytes if peak else None)
-        cache = self._cache
-        trouble = cache.keep_outcome(outcome, self._host) if self._host else cache.save(OUTCOME, outcome)
         self._terminal.say(outcome_line(outcome))
         # This thread drains the workers' pipes. If it waited for a file system that hangs, the training would stop.
         self._writer.submit(_logging_errors, partial(self._write_outcome, outcome, self._cache))

@@ -48,12 +48,12 @@ class LinksOrder(HostsOfJob):
 
     hosts: tuple[Host, ...]
     """Hosts in the order of torchrun's ranks, with the same number of devices each."""
-    output: str
-    """File in which rank 0 writes the Measurements."""
-    progress_dir: str
-    """Each worker keeps its progress message in the file `<progress_dir>/<local rank>.sign`."""
     message_sizes_bytes: tuple[int, ...]
     """Sizes of timed messages and collectives; at least three, ascending."""
+    output: str = ""
+    """File in which rank 0 writes the Measurements. The decision leaves it empty, and each node names its own."""
+    progress_dir: str = ""
+    """Each worker keeps its progress message in the file `<progress_dir>/<local rank>.sign`. Named by each node too."""
     full_hosts: int = FULL_HOSTS
     """Largest number of hosts of which all pairs are measured. With more hosts, a sample of pairs and the links that
     plans use are measured."""

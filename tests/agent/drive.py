@@ -48,9 +48,15 @@ class ScriptedController(Controller):
         self.warmup_deadline_s = table.get("deadline_s", 60.0)
         self.names: dict[str, str] = {}
         trial.patience_s = lambda _decision: tuple(table.get("patience_s", (60.0, 60.0)))
-        self.progress_folder = self.folder / self.host
-        self.measured_path = self.folder / f"measured-{self.host}"
         self.measured_path.write_text(f"measured by {self.host}")
+
+    @property
+    def progress_folder(self) -> Path:
+        return self.folder / self.host
+
+    @property
+    def measured_path(self) -> Path:
+        return self.folder / f"measured-{self.host}"
 
     def begin(self, script: WorkerCommand, *, num_slots: int, **_: Any) -> str:
         self.entrypoint, self.arguments, self.num_slots = script.entrypoint, script.arguments, num_slots

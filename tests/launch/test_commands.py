@@ -20,6 +20,11 @@ from pipette_launch.launch.commands import SIZE_LIMITS_BYTES, message_sizes_byte
 from pipette_launch.launch.options import Options
 
 
+def nowhere() -> Path:
+    """Fail, because a command without a schedule needs no folder."""
+    raise AssertionError("a folder was made")
+
+
 def script(*arguments: str) -> WorkerCommand:
     """A script as torchrun would run it."""
     return WorkerCommand(entrypoint="python", arguments=arguments, environment={})
@@ -58,10 +63,9 @@ def test_a_file_that_cannot_be_written_stops_before_the_warm_up() -> None:
     )
 
     with pytest.raises(UsageError, match="--pipette-probe /dev/null/x: cannot be written"):
-        probe_options(tiny_job(1), (), options=options, folder=Path(), known=None, num_training=0)
+        probe_options(tiny_job(1), (), options=options, known=None, num_training=0)
 
 
-NOWHERE = Path("/nowhere")
 OPTIONS = Options(script="train.py", script_arguments=("--lr", "1"), runs_python=True, is_module=False)
 DECISION = Decision(
     phase="train",
@@ -75,7 +79,7 @@ def test_own_configuration_is_torchruns_own_command() -> None:
     """Without a plan nothing is added, removed or reordered."""
     words = ("-u", "train.py", "--lr", "1")
 
-    assert words == training(DECISION, OPTIONS, script(*words), folder=NOWHERE).arguments
+    assert words == training(DECISION, OPTIONS, script(*words), folder=nowhere).arguments
 
 
 def test_arguments_are_exchanged() -> None:
@@ -83,7 +87,7 @@ def test_arguments_are_exchanged() -> None:
     planned = replace(DECISION, script_arguments=("--lr", "1", "--micro-batch-size", "2"), environment={"A": "1"})
 
     given = script("-u", "train.py", "--local-rank=${local_rank}", "--lr", "1")
-    command = training(planned, OPTIONS, given, folder=NOWHERE)
+    command = training(planned, OPTIONS, given, folder=nowhere)
 
     assert ("-u", "train.py", "--local-rank=${local_rank}", "--lr", "1", "--micro-batch-size", "2") == command.arguments
     assert {"A": "1"} == command.environment
@@ -97,7 +101,7 @@ def test_a_run_of_wandb_says_which_plan_it_follows(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("WANDB_NOTES", raising=False)
 
     def notes(decision: Decision, options: Options) -> str | None:
-        return training(decision, options, script(*words), folder=NOWHERE).environment.get("WANDB_NOTES")
+        return training(decision, options, script(*words), folder=nowhere).environment.get("WANDB_NOTES")
 
     assert str(notes(planned, asked)).startswith("pipette-launch: tp1 pp2 dp1 mbs1, 1f1b, ")
     assert str(notes(replace(planned, attempt=9), asked)).startswith("pipette-launch: your own configuration: ")
@@ -112,7 +116,7 @@ def test_patches_go_before_the_script() -> None:
     """The wrapper runs the script, or the module, with the same words."""
     patched = replace(DECISION, patches=("cpu_backend",))
 
-    command = training(patched, OPTIONS, script("-u", "-m", "train.py", "--lr", "1"), folder=NOWHERE)
+    command = training(patched, OPTIONS, script("-u", "-m", "train.py", "--lr", "1"), folder=nowhere)
 
     assert "-u -m pipette_patches.run --patch cpu_backend -- -m train.py --lr 1" == " ".join(command.arguments)
 
@@ -125,7 +129,7 @@ def test_a_schedule_goes_with_the_script_as_a_file(tmp_path: Path) -> None:
         DECISION, plan=replace(made, chosen=replace(made.chosen, order=order)), patches=("cpu_backend",)
     )
 
-    command = training(scheduled, OPTIONS, script("-u", "train.py", "--lr", "1"), folder=tmp_path)
+    command = training(scheduled, OPTIONS, script("-u", "train.py", "--lr", "1"), folder=lambda: tmp_path)
 
     assert "--patch cpu_backend --patch schedules --" in " ".join(command.arguments)
     assert order == files.read(Path(command.environment["PIPETTE_SCHEDULE"]), ScheduleFile)

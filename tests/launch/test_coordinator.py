@@ -46,7 +46,7 @@ def test_without_a_plan_the_machines_are_measured(tmp_path: Path) -> None:
         decision.hosts,
         decision.num_slots,
     )
-    assert (7.0, 4, str(tmp_path / CLUSTER)) == (orders.budget_s, orders.job.own.dp, orders.output)
+    assert (7.0, 4, "", "") == (orders.budget_s, orders.job.own.dp, orders.output, orders.progress_dir)
     assert (0, 1) == decision.ranks_of("token-node0")
 
 
@@ -55,7 +55,7 @@ def test_the_warmup_becomes_a_plan_that_is_kept(tmp_path: Path) -> None:
     first = coordinator(tmp_path, options(cache=tmp_path / "cache"))
     warmup = first.decide(records(), None)
     orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
-    files.write(Path(orders.output), tiny_measurements(tiny_cluster(), orders.cases))
+    files.write(first.measured_at(), tiny_measurements(tiny_cluster(), orders.cases))
 
     made = first.after_warmup(warmup, "")
     again = coordinator(tmp_path, options(cache=tmp_path / "cache")).decide(records()[::-1], None)
@@ -75,10 +75,10 @@ def test_the_warmup_becomes_a_plan_that_is_kept(tmp_path: Path) -> None:
 def test_large_files_follow_the_decision(tmp_path: Path) -> None:
     """With the decision only the plan is kept; measurements, report and trace are written later."""
     unwritten: list[Callable[[], None]] = []
-    first = Coordinator(options(cache=tmp_path / "cache"), tmp_path, later=unwritten.append)
+    first = Coordinator(options(cache=tmp_path / "cache"), lambda: tmp_path / CLUSTER, later=unwritten.append)
     warmup = first.decide(records(), None)
     orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
-    files.write(Path(orders.output), tiny_measurements(tiny_cluster(), orders.cases))
+    files.write(first.measured_at(), tiny_measurements(tiny_cluster(), orders.cases))
 
     def names() -> set[str]:
         return {path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()}
@@ -97,7 +97,7 @@ def test_a_report_that_fails_costs_no_plan(tmp_path: Path, monkeypatch: pytest.M
     first = coordinator(tmp_path, options(cache=tmp_path / "cache"))
     warmup = first.decide(records(), None)
     orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
-    files.write(Path(orders.output), tiny_measurements(tiny_cluster(), orders.cases))
+    files.write(first.measured_at(), tiny_measurements(tiny_cluster(), orders.cases))
 
     made = first.after_warmup(warmup, "")
 
@@ -112,14 +112,14 @@ def test_a_job_that_only_measures_writes_a_file_and_stops(tmp_path: Path) -> Non
     first = coordinator(tmp_path, kept)
     warmup = first.decide(records(), None)
     asked = files.loads(WarmupOrder, warmup.probe_options, "orders")
-    files.write(Path(asked.output), tiny_measurements(tiny_cluster(), asked.cases))
+    files.write(first.measured_at(), tiny_measurements(tiny_cluster(), asked.cases))
     first.after_warmup(warmup, "")
     one = coordinator(tmp_path, replace(kept, probe_to=tmp_path / "mine.json"))
 
     warmup = one.decide(records(), None)
     orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
     found = tiny_measurements(tiny_cluster(), orders.cases)
-    files.write(Path(orders.output), found)
+    files.write(one.measured_at(), found)
     made = one.after_warmup(warmup, "")
 
     assert ("", "warmup") == (orders.known, warmup.phase)
@@ -134,7 +134,7 @@ def test_earlier_outcomes_on_such_machines_correct_the_next_plan(tmp_path: Path)
         one = coordinator(tmp_path, options(cache=tmp_path / "cache", margin=margin))
         warmup = one.decide(records(), None)
         orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
-        files.write(Path(orders.output), tiny_measurements(tiny_cluster(), orders.cases))
+        files.write(one.measured_at(), tiny_measurements(tiny_cluster(), orders.cases))
         plans.append(one.after_warmup(warmup, "").plan)
         legal = legal_layouts(orders.job, world_size=4, devices_per_host=2, device_kind="cpu")
         for layout in legal[:: len(legal) // 32][:32]:
@@ -208,7 +208,7 @@ def test_an_error_of_our_own_does_not_cost_the_job(tmp_path: Path, monkeypatch: 
 
 def test_a_signal_is_nobodys_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reaches torch, which ends the workers."""
-    one = Coordinator(options(), tmp_path, interruption=KeyError)
+    one = Coordinator(options(), lambda: tmp_path / CLUSTER, interruption=KeyError)
 
     def interrupt(*_: object, **__: object) -> None:
         raise KeyError("signal 15")

@@ -13,6 +13,7 @@ from launch.worlds import options, plan, records
 from pipette_launch.facts import Layout, files
 from pipette_launch.facts.health import DeviceCondition, Verdict
 from pipette_launch.facts.messages import Decision, Failure
+from pipette_launch.launch.cache import CLUSTER
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.probe.messages import WarmupOrder
 
@@ -24,14 +25,14 @@ def judging(folder: Path, *verdicts: Verdict, least_nodes: int = 2, **changes: A
     """Return a coordinator that gets these verdicts from the drivers."""
     # A batch for two nodes and for three.
     asked = options("--global-batch-size", "24", **{"cache": folder / "cache", "on_sick": "exclude", **changes})
-    return Coordinator(asked, folder, judge=lambda *_: verdicts, least_nodes=least_nodes)
+    return Coordinator(asked, lambda: folder / CLUSTER, judge=lambda *_: verdicts, least_nodes=least_nodes)
 
 
 def measured(one: Coordinator, warmup: Decision, *verdicts: Verdict) -> Decision:
     """Return the decision after a warm-up with these verdicts."""
     orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
     cluster = replace(tiny_cluster(len(orders.hosts)), hosts=orders.hosts)
-    files.write(Path(orders.output), replace(tiny_measurements(cluster, orders.cases), verdicts=verdicts))
+    files.write(one.measured_at(), replace(tiny_measurements(cluster, orders.cases), verdicts=verdicts))
     return one.after_warmup(warmup, "")
 
 
@@ -47,7 +48,7 @@ def test_what_the_drivers_told_goes_on_file(tmp_path: Path, on_sick: str, on_sta
         )
         for node, record in enumerate(records(3))
     ]
-    one = Coordinator(options("--global-batch-size", "24", on_sick=on_sick), tmp_path, least_nodes=2)
+    one = Coordinator(options("--global-batch-size", "24", on_sick=on_sick), lambda: tmp_path / CLUSTER, least_nodes=2)
     decision = one.decide(told, None)
     measured(one, decision)
     found = one.planner.measurements
@@ -143,7 +144,7 @@ def test_by_default_a_sick_node_is_told_once(tmp_path: Path) -> None:
 def test_a_node_that_the_job_needs_stays(tmp_path: Path, batch: str, least: int, why: str) -> None:
     """MIN of --nnodes and the job's own configuration say how small it may become."""
     asked = options("--global-batch-size", batch, on_sick="exclude")
-    one = Coordinator(asked, tmp_path, judge=lambda *_: (SICK,), least_nodes=least)
+    one = Coordinator(asked, lambda: tmp_path / CLUSTER, judge=lambda *_: (SICK,), least_nodes=least)
 
     decision = one.decide(records(3), None)
 

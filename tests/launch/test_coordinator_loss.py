@@ -13,6 +13,7 @@ from launch.worlds import ARGUMENTS, options, records, value
 from pipette_launch.facts import Measurements, files
 from pipette_launch.facts.health import Verdict
 from pipette_launch.facts.messages import Decision, Failure, NodeRecord
+from pipette_launch.launch.cache import CLUSTER
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.probe.messages import WarmupOrder
 
@@ -22,7 +23,7 @@ SLOW = Verdict(kind="slow-device", host="node0", figure="the reference takes 2.1
 def beginning(folder: Path, *more: str, least_nodes: int = 1, **changes: Any) -> Coordinator:
     """Return a coordinator of a job whose batch suits two and three nodes."""
     asked = options("--global-batch-size", "24", *more, **{"cache": folder / "cache", "tolerate": 1, **changes})
-    return Coordinator(asked, folder, judge=lambda *_: (), least_nodes=least_nodes)
+    return Coordinator(asked, lambda: folder / CLUSTER, judge=lambda *_: (), least_nodes=least_nodes)
 
 
 def trained(one: Coordinator, count: int, *verdicts: Verdict) -> Decision:
@@ -30,7 +31,7 @@ def trained(one: Coordinator, count: int, *verdicts: Verdict) -> Decision:
     warmup = one.decide(records(count), None)
     orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
     cluster = replace(tiny_cluster(len(orders.hosts)), hosts=orders.hosts)
-    files.write(Path(orders.output), replace(tiny_measurements(cluster, orders.cases), verdicts=verdicts))
+    files.write(one.measured_at(), replace(tiny_measurements(cluster, orders.cases), verdicts=verdicts))
     return one.after_warmup(warmup, "")
 
 
@@ -123,7 +124,7 @@ def test_a_batch_that_nobody_named_stays(tmp_path: Path) -> None:
     at = ARGUMENTS.index("--global-batch-size")
     unnamed = (*ARGUMENTS[:at], *ARGUMENTS[at + 2 :])
     asked = options(arguments=unnamed, cache=tmp_path / "cache", tolerate=1)
-    one = Coordinator(asked, tmp_path, judge=lambda *_: ())
+    one = Coordinator(asked, lambda: tmp_path / CLUSTER, judge=lambda *_: ())
     held = trained(one, 3)
     after = one.decide(some(0, 2), held)
 
@@ -163,7 +164,7 @@ def test_after_a_slowdown_everything_is_measured_again(tmp_path: Path) -> None:
     again = one.decide(some(0, 1, 2, verdict="after-first-iteration", slowed="steps take 2 times as long"), held)
     orders = files.loads(WarmupOrder, again.probe_options, "orders")
     cluster = replace(tiny_cluster(3), hosts=orders.hosts)
-    files.write(Path(orders.output), replace(tiny_measurements(cluster, orders.cases), verdicts=(SLOW,)))
+    files.write(one.measured_at(), replace(tiny_measurements(cluster, orders.cases), verdicts=(SLOW,)))
     after = one.after_warmup(again, "")
 
     assert ("warmup", 3, "") == (again.phase, len(again.hosts), orders.known)

@@ -13,6 +13,7 @@ from launch.worlds import options, records
 
 from pipette_launch.facts import Links, files
 from pipette_launch.facts.messages import Decision
+from pipette_launch.launch.cache import CLUSTER
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.probe.messages import LinksOrder, WarmupOrder
 
@@ -23,7 +24,7 @@ FOREIGN = ("--lr", "0.1")
 def beginning(folder: Path, *words: str, **changes: Any) -> Coordinator:
     """Return a coordinator of a script without Megatron's flags."""
     asked = options(arguments=(*FOREIGN, *words), cache=folder / "cache", **changes)
-    return Coordinator(asked, folder, judge=lambda *_: ())
+    return Coordinator(asked, lambda: folder / CLUSTER, judge=lambda *_: ())
 
 
 def ordered(one: Coordinator, warmup: Decision) -> Decision:
@@ -31,7 +32,7 @@ def ordered(one: Coordinator, warmup: Decision) -> Decision:
     order = files.loads(LinksOrder, warmup.probe_options, "order")
     between = Links(latency_s=np.zeros((4, 4)), bandwidth_bytes_per_s=np.array(FAST_GB) * 2e9)
     cluster = replace(tiny_cluster(4), hosts=order.hosts, between_hosts=between)
-    files.write(Path(order.output), replace(tiny_measurements(cluster), compute=()))
+    files.write(one.measured_at(), replace(tiny_measurements(cluster), compute=()))
     return one.after_warmup(warmup, "")
 
 
@@ -110,7 +111,7 @@ def test_the_given_order_stays(tmp_path: Path, count: int, words: tuple[str, ...
 
 def test_a_search_without_a_plan_orders_the_hosts_by_what_was_measured(tmp_path: Path) -> None:
     """After a whole warm-up without a plan, its links give the order, and nothing is measured again."""
-    one = Coordinator(options(cache=tmp_path / "cache"), tmp_path, judge=lambda *_: ())
+    one = Coordinator(options(cache=tmp_path / "cache"), lambda: tmp_path / CLUSTER, judge=lambda *_: ())
     warmup = one.decide(records(4), None)
     order = files.loads(WarmupOrder, warmup.probe_options, "order")
     between = Links(latency_s=np.zeros((4, 4)), bandwidth_bytes_per_s=np.array(FAST_GB) * 2e9)
@@ -119,7 +120,7 @@ def test_a_search_without_a_plan_orders_the_hosts_by_what_was_measured(tmp_path:
         replace(one_host, devices=tuple(replace(device, memory_free_bytes=1) for device in one_host.devices))
         for one_host in order.hosts
     )
-    files.write(Path(order.output), tiny_measurements(replace(cluster, hosts=short), order.cases))
+    files.write(one.measured_at(), tiny_measurements(replace(cluster, hosts=short), order.cases))
 
     made = one.after_warmup(warmup, "")
 

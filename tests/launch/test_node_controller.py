@@ -20,10 +20,12 @@ from pipette_launch.facts import Layout, Plan, files
 from pipette_launch.facts.messages import Decision
 from pipette_launch.facts.outcome import LiveJob, Outcome
 from pipette_launch.launch import terminal
+from pipette_launch.launch.commands import links_options
 from pipette_launch.launch.hosts import described
 from pipette_launch.launch.metrics import MetricsFile, Spans
-from pipette_launch.launch.node_controller import NodeController
+from pipette_launch.launch.node_controller import NodeController, PrivateFolder
 from pipette_launch.probe.health import inventory
+from pipette_launch.probe.messages import LinksOrder
 from pipette_launch.report.page.page import plan_page
 
 LINE = (
@@ -41,7 +43,7 @@ def begun(folder: Path, **changes: Any) -> NodeController:
     made = NodeController(
         asked,
         RendezvousSettings(endpoint="localhost:0", node_rank=-1, may_host_store=True),
-        folder / "own",
+        PrivateFolder(),
         metrics=MetricsFile(asked.metrics_file),
         spans=Spans({}),
         writer=WRITER,
@@ -63,13 +65,13 @@ def decision(made: Plan | None = TWO, **changes: Any) -> Decision:
     return replace(plain, **changes)
 
 
-def test_a_restart_shows_nothing_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The screen is printed once for each plan, and a fallback is reported once."""
 def await_writer() -> None:
     """Wait until the thread that writes files has written all of them."""
     WRITER.submit(lambda: None).result()
 
 
+def test_a_restart_shows_nothing_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The screen is printed once for each plan, and a fallback is reported once."""
     told = begun(tmp_path)
     texts = []
     for step in (
@@ -144,9 +146,9 @@ def test_an_outcome_never_mixes_two_attempts(tmp_path: Path) -> None:
 
     for iteration in range(21, 31):
         told.saw_line(LINE.format(iteration, 1000.0))
+    await_writer()
 
     outcome = files.read(tmp_path / "cache" / "k" / "outcome.json", Outcome)
-    await_writer()
     assert (Layout(dp=4), 11) == (outcome.layout, outcome.first_iteration)
 
 
@@ -174,9 +176,9 @@ def test_an_outcome_lies_beside_the_plan_in_force(tmp_path: Path) -> None:
         told.show(decision(plan(Layout(pp=4), key=key)), speaks=False)
         for iteration in range(1, 21):
             told.saw_line(LINE.format(iteration, 1000.0))
+    await_writer()
 
     assert {"k", "other"} == {path.parent.name for path in tmp_path.glob("cache/*/outcome.json")}
-    await_writer()
 
 
 def test_an_outcome_is_written_into_the_report(tmp_path: Path) -> None:
@@ -188,14 +190,12 @@ def test_an_outcome_is_written_into_the_report(tmp_path: Path) -> None:
     told.show(decision(made), speaks=False)
     for iteration in range(1, 21):
         told.saw_line(LINE.format(iteration, 1000.0))
+    await_writer()
 
     assert "step, up to iteration 20" in (folder / "report.html").read_text()
-    await_writer()
     assert made == files.read(folder / "plan.json", Plan)
 
 
-def test_an_outcome_that_cannot_be_kept_has_no_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The outcome is printed, and then the reason for the missing file."""
 def test_an_outcome_is_read_while_the_file_system_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,14 +216,16 @@ def test_an_outcome_is_read_while_the_file_system_hangs(
     assert 20 == files.read(tmp_path / "cache" / "k" / "outcome.json", Outcome).last_iteration
 
 
+def test_an_outcome_that_cannot_be_kept_has_no_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The outcome is printed, and then the reason for the missing file."""
     (tmp_path / "cache").write_text("no folder")
     told = begun(tmp_path)
     told.show(decision(), speaks=False)
     for iteration in range(1, 21):
         told.saw_line(LINE.format(iteration, 1000.0))
+    await_writer()
     outcome, trouble = capsys.readouterr().err.splitlines()[-2:]
 
-    await_writer()
     assert "step 1.00 s, predicted 1.00 s" in outcome
     assert "outcome.json" not in outcome
     assert "outcome.json cannot be written (Not a directory)" in trouble
@@ -277,13 +279,36 @@ def test_lost_gpus_are_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> No
     assert ("GPU 0 of 3 cannot be used (NVML: GPU is lost); reset it or reboot the node",) == machine.notes
 
 
-def test_its_folder_is_made_when_it_is_needed(tmp_path: Path) -> None:
+def test_its_folder_is_made_when_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher that waits for other nodes has no folder yet."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     told = begun(tmp_path)
     told.show(decision(None, reason="x"), speaks=False)
 
     assert "python" == told.command(decision(None, script_arguments=None)).entrypoint
-    assert not (tmp_path / "own").exists()
+    assert [] == [*tmp_path.glob("pipette_*")]
+
+
+def test_a_warm_up_names_a_folder_that_nobody_could_foresee(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decision, which others can read, names no path. Each node makes a private folder, and names it to workers."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    told = begun(tmp_path)
+    assert told._host is not None
+    hosts = (told._host, replace(told._host, name="other"))
+    order = files.dumps(links_options(hosts, options=told._options))
+    assert str(tmp_path) not in order
+    measures = decision(None, phase="warmup", probe_options=order, only_links=True)
+
+    path = Path(told.command(measures).arguments[3])
+    again = Path(told.command(measures).arguments[3])
+
+    (made,) = tmp_path.glob("pipette_*")
+    named = files.read(path, LinksOrder)
+    assert 0o700 == made.stat().st_mode & 0o777
+    assert (path, made, str(made / "progress")) == (again, path.parent, named.progress_dir)
+    assert told.measured_path == Path(named.output) == made / "cluster.json"
+    told._folder.remove()
+    assert not made.exists()
 
 
 def test_memory_lines_go_into_the_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,6 +319,7 @@ def test_memory_lines_go_into_the_outcome(tmp_path: Path, capsys: pytest.Capture
     assert not told.saw_line(f"[Rank 2] (after 2 iterations) memory (MB) | {sizes}")
     for iteration in range(1, 21):
         told.saw_line(LINE.format(iteration, 1000.0))
+    await_writer()
 
     outcome = files.read(tmp_path / "cache" / "k" / "outcome.json", Outcome)
     assert [(2, 1, 1 << 20, 4 << 20)] == [
@@ -319,7 +345,6 @@ def test_the_driver_tells_what_devices_hold(tmp_path: Path, monkeypatch: pytest.
     def fail(uuid: str) -> int:
         raise OSError("driver/library version mismatch")
 
-    await_writer()
     monkeypatch.setattr(inventory, "device_used_bytes", fail)
     assert () == told._device_peaks()
 

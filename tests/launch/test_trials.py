@@ -68,7 +68,7 @@ def measured(folder: Path, **changes: object) -> tuple[Coordinator, Decision]:
     decides = one(folder, **changes)
     warmup = decides.decide(nodes(), None)
     orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
-    files.write(Path(orders.output), tiny_measurements(fast_pairs(), orders.cases))
+    files.write(decides.measured_at(), tiny_measurements(fast_pairs(), orders.cases))
     return decides, decides.after_warmup(warmup, "")
 
 
@@ -408,7 +408,7 @@ def test_the_next_start_believes_the_trials(tmp_path: Path) -> None:
     first = coordinator(tmp_path, options(**asks))
     warmup = first.decide(records(), None)
     orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
-    files.write(Path(orders.output), tiny_measurements(tiny_cluster(), orders.cases))
+    files.write(first.measured_at(), tiny_measurements(tiny_cluster(), orders.cases))
     started = first.after_warmup(warmup, "")
     ended = play(first, started, {Layout(dp=4): 1.0})[-1]
 

@@ -11,6 +11,7 @@ from megatron_lines import SMALL
 
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
 from pipette_launch.facts.messages import Decision, NodeRecord
+from pipette_launch.launch.cache import CLUSTER
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.options import Options
 
@@ -50,7 +51,7 @@ def options(*more: str, arguments: tuple[str, ...] = ARGUMENTS, **changes: Any) 
 
 def coordinator(folder: Path, asked: Options) -> Coordinator:
     """Return a coordinator."""
-    return Coordinator(asked, folder)
+    return Coordinator(asked, lambda: folder / CLUSTER)
 
 
 def choice(layout: Layout, placement: tuple[int, ...] | None = None) -> Choice:

@@ -110,7 +110,10 @@ def add_reading_flags(parser: ArgumentParser) -> None:
 def add_script(parser: ArgumentParser) -> None:
     """Add the arguments for the script and the script's flags."""
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for torchrun")
-    parser.add_argument("script", metavar="SCRIPT", help="script of the job; the file need not exist on this machine")
+    text = (
+        "script of the job, which need not exist on this machine; torchrun, srun and other launchers may stand before"
+    )
+    parser.add_argument("script", metavar="SCRIPT", help=text)
     parser.add_argument(
         "arguments", metavar="ARGS", nargs=REMAINDER, help="the script's own flags, exactly as in the job"
     )

@@ -43,10 +43,11 @@ def _plan(args: Namespace) -> int:
     from pipette_launch.planning.plan import PlanRequest, read_problem, search_plan
     from pipette_launch.report.plan import chosen_line, plan_file_screen, ranked_csv
 
+    environment = _take_launch_line(args)
     given = {name: value for name, value in vars(args).items() if name in PlanRequest.__slots__}
     # The list takes up to half of a short search, and one printed line does not have it.
     given["top"] = args.top if args.top is not None else 0 if args.quiet and args.out is None else TOP
-    request = PlanRequest(**{**given, "arguments": tuple(args.arguments)})
+    request = PlanRequest(**{**given, "arguments": tuple(args.arguments), "environment": environment})
     problem = read_problem(request)
     if args.out is not None:
         # Check the file before the search, because the plan would be lost if the file cannot be written.
@@ -66,6 +67,17 @@ def _plan(args: Namespace) -> int:
         screen = plan_file_screen(plan, title=title, saved_to=args.out, drawn_to=page, is_whole=whole, top=args.top)
         sys.stdout.write(screen)
     return 0
+
+
+def _take_launch_line(args: Namespace) -> dict[str, str]:
+    """Move script, arguments and sizes from a pasted launch line into `args`. Return the variables of the workers."""
+    from pipette_launch.planning.launch_line import read_launch_line
+
+    line = read_launch_line((args.script, *args.arguments), is_module=args.module)
+    sizes = {name: getattr(args, name) for name in ("nodes", "gpus_per_node", "world_size")}
+    sizes = line.merged(is_measured=args.cluster is not None, **sizes)
+    vars(args).update(sizes, script=line.script, arguments=list(line.arguments))
+    return {**os.environ, **line.environment}
 
 
 def _write_plan(out: Path, plan: Plan, problem: PlanProblem) -> Path | None:
@@ -121,6 +133,7 @@ def _predict(args: Namespace) -> int:
     from pipette_launch.planning.predict import predict
     from pipette_launch.report.prediction import prediction_screen
 
+    environment = _take_launch_line(args)
     machines = ("gpu", "nodes", "gpus_per_node", "world_size", "cluster", "fabric")
     same = (*machines, "rank", "stage", "method", "memory_margin", "megatron_version", "bridge_config")
     prediction = predict(
@@ -128,7 +141,7 @@ def _predict(args: Namespace) -> int:
         **{name: getattr(args, name) for name in same},
         device_kind=args.device,
         script=args.script,
-        environment=os.environ,
+        environment=environment,
         cache=root / "executed" if (root := default_root()) and not distrust(root) else None,
     )
     sys.stdout.write(files.dumps(prediction, indent=1) + "\n" if args.json else prediction_screen(prediction))

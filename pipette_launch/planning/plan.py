@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import cache
@@ -62,6 +62,8 @@ class PlanRequest:
     """Number of sets of degrees in the ranked list."""
     bridge_config: str | Path | None = None
     """Configuration that Megatron-Bridge saved, for a job whose arguments are overrides of a recipe."""
+    environment: Mapping[str, str] | None = None
+    """Variables of the job's workers. None = the variables of this process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +138,7 @@ def plan(
 
 
 def read_problem(request: PlanRequest) -> PlanProblem:
-    """Find the machines and read the job's flags, in the environment of this process."""
+    """Find the machines and read the job's flags."""
     if request.gpu is None and request.cluster is None:
         raise OptionError(("gpu", "cluster"), "are missing: name a device type or a measured cluster")
     machines = machines_of(
@@ -153,7 +155,7 @@ def read_problem(request: PlanRequest) -> PlanProblem:
         dialect,
         script=request.script,
         megatron_version=request.megatron_version,
-        environment=os.environ,
+        environment=os.environ if request.environment is None else request.environment,
         fix=request.fix,
         without_probes=machines.spec is not None,
         for_planning=True,

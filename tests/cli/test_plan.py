@@ -475,6 +475,23 @@ def test_the_environments_memory_counts_in_plans_too(
     assert [not is_larger] * 2 == named
 
 
+def test_variables_and_sizes_of_a_launch_line_count(capsys: pytest.CaptureFixture[str]) -> None:
+    """A pasted line gives plans and predictions the nodes, processes and variables that the words state elsewhere."""
+    buffers = "CUBLAS_WORKSPACE_CONFIG=:65536:1"
+    line = f"torchrun --nnodes 1 --nproc_per_node 4 pretrain_gpt.py {TEXT}"
+    given = "--gpu h100 --json --megatron-version 0.16.1"
+    for command in ("predict", "plan --fix all"):
+        bare, large = (json.loads(answer(f"{command} {given} {one}", capsys)[1]) for one in (line, f"{buffers} {line}"))
+        same = json.loads(answer(f"{command} {given} --nodes 1 --gpus-per-node 4 {line.partition('4 ')[2]}", capsys)[1])
+        part = "stages" if command == "predict" else "chosen"
+        assert same[part] == bare[part]
+        peaks = [
+            each["stages"][0]["peak_bytes"] if command == "predict" else each["chosen"]["memory"]["need_bytes"][0]
+            for each in (bare, large)
+        ]
+        assert peaks[0] < peaks[1]
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

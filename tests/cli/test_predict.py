@@ -14,6 +14,7 @@ from pipette_launch.facts import files
 from pipette_launch.facts.prediction import Prediction
 
 JOB = f"--megatron-version 0.16.1 pretrain_gpt.py {TEXT} --pipeline-model-parallel-size 4"
+LAUNCHED = JOB.replace(" pretrain_gpt.py", " torchrun --nnodes 2 --nproc_per_node 4 pretrain_gpt.py")
 
 
 def answer(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int | str | None, str, str]:
@@ -35,6 +36,9 @@ def answer(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int | str | 
         (f"--world-size 8 --rank 7 {JOB}", "Rank 7 is pp 3, dp 1, cp 0, tp 0."),
         (f"--world-size 8 --device cpu {JOB}", "8 ranks on CPUs of unknown type"),
         (f"--gpu H100 --world-size 8 -m {JOB}", "pretrain_gpt.py: "),
+        (f"--gpu H100 {LAUNCHED}", "8 ranks on 2 hosts x 4 H100-SXM"),
+        (f"--gpu H100 --nodes 2 {LAUNCHED}", "8 ranks on 2 hosts x 4 H100-SXM"),
+        (LAUNCHED, "Memory only: stage 0, the fullest, needs"),
         (
             f"--gpu L40S --world-size 8 {JOB} --hidden-size 16384 --micro-batch-size 8 --seq-length 32",
             "It does not fit",
@@ -53,6 +57,12 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
     ("words", "complaint"),
     [
         (JOB, "--world-size is missing: give this number, or the number of hosts"),
+        (
+            f"--nodes 1 {LAUNCHED}",
+            "--nodes 1 contradicts torchrun --nnodes 2 in the launch line; remove or correct one",
+        ),
+        (f"--world-size 16 {LAUNCHED}", "--world-size 16 does not agree with 2 hosts and 4 devices per host"),
+        ("--gpu H100 bash run.sh", "bash run.sh: shell scripts are not read"),
         (f"--world-size 0 {JOB}", "--world-size must be at least 1, got 0"),
         (f"--world-size many {JOB}", "argument --world-size: invalid int value: 'many'"),
         (f"--world-size 6 {JOB}", "--pipeline-model-parallel-size 4 needs a multiple of 4 ranks, but the job has 6"),

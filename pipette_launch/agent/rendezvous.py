@@ -264,9 +264,21 @@ def _can_bind(port: int) -> bool:
 
 def _is_loopback(host: str) -> bool:
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
-        return False
+        return host == "localhost"
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def loopback_of(host: str) -> str:
+    """Return the loopback address that a host name or an address means on this machine; empty for other hosts."""
+    if _is_loopback(host):
+        return host
+    try:
+        found = [str(info[4][0]) for info in socket.getaddrinfo(host, None)]
+    except (OSError, UnicodeError):
+        return ""
+    return found[0] if found and all(map(_is_loopback, found)) else ""
 
 
 def _is_here(host: str) -> bool:

@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from pipette_launch.agent import nodes_list
 from pipette_launch.agent.peers import answers
-from pipette_launch.agent.rendezvous import ADDRESS, Endpoint, RendezvousSettings
+from pipette_launch.agent.rendezvous import ADDRESS, Endpoint, RendezvousSettings, loopback_of
 from pipette_launch.agent.store import StoreGone, call_torch, growing_pauses, within
 from pipette_launch.defaults import ANSWER_S, CONNECT_S, HOST_GONE_S, HOST_SILENCE_S, NAME_S, PLACES_S, STORE_ANSWER_S
 from pipette_launch.errors import ClusterError
@@ -151,9 +151,15 @@ def advice(settings: RendezvousSettings, environ: Mapping[str, str]) -> str:
     """Return further possible reasons why the nodes do not meet, as text to append to an error message."""
     host, _ = settings.host_and_port
     found = []
-    if host in ("localhost", "127.0.0.1", "::1") and settings.most_nodes > 1:
+    loopback = loopback_of(host) if settings.most_nodes > 1 else ""
+    if loopback and host in (loopback, "localhost"):
         found.append(
             f"; {host} is this machine itself, so other machines need {settings.flag} with the first node's name"
+        )
+    elif loopback:
+        found.append(
+            f"; {host} means {loopback} here, this machine itself, as a line of Debian's /etc/hosts says: if {host} is "
+            f"another machine, or other machines have this line too, give {settings.flag} the first node's address"
         )
     if host in ("0.0.0.0", "::"):  # noqa: S104  it is compared, not bound
         found.append(f"; {host} is the address of no machine, so give {settings.flag} the first node's name")
@@ -293,6 +299,7 @@ class AgentStoreHandler(RendezvousHandler):
     ) -> None:
         """Wrap torch's handler; `is_round_over` returns True if the agents have to meet again."""
         self._inner = inner
+        self._settings = settings
         self._is_round_over = is_round_over
         self._host = settings.store_elsewhere() if inner.get_backend() == "c10d" else None
         self._waiting = Waiting(inner, settings)
@@ -320,7 +327,8 @@ class AgentStoreHandler(RendezvousHandler):
             return self._met(began_s)
         except api.RendezvousTimeoutError as error:
             missing = self._waiting.missing(time.monotonic() - began_s)
-            raise ClusterError(f"the nodes cannot meet: {missing}") from error
+            hints = advice(self._settings, os.environ)
+            raise ClusterError(f"the nodes cannot meet: {missing}{hints}") from error
         except (api.RendezvousGracefulExitError, api.RendezvousClosedError, api.RendezvousConnectionError) as error:
             if self._waiting.is_spare:
                 raise ClusterError(

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -283,6 +284,31 @@ def test_an_address_of_no_machine_is_noted(host: str) -> None:
     place = RendezvousSettings(endpoint=f"{host}:1", node_rank=-1, may_host_store=False, is_client=True)
 
     assert f"; {host} is the address of no machine, so give --rdzv-endpoint the first node's name" == advice(place, {})
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.1.1", "127.0.0.2", "127.255.0.1", "::1", "[::1]", "::ffff:127.0.0.1", "localhost"]
+)
+def test_every_loopback_address_is_this_machine(host: str) -> None:
+    """Each machine means itself by 127.0.0.0/8 and ::1, so the nodes of a job cannot meet there."""
+    place = settings(endpoint=f"{host}:29517")
+
+    expected = f"; {host} is this machine itself, so other machines need --rdzv-endpoint with the first node's name"
+    assert expected.replace("[::1]", place.host_and_port[0]) == advice(place, {})
+    assert advice(replace(place, most_nodes=1), {}) == ""
+
+
+def test_a_host_name_of_debians_line_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian writes `127.0.1.1 NAME` into /etc/hosts, so equally named machines would each wait alone."""
+    answers = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: answers)
+
+    found = advice(settings(endpoint="node0:29517"), {})
+    assert found.startswith("; node0 means 127.0.1.1 here, this machine itself, as a line of /etc/hosts says on Debian")
+    assert found.endswith("give --rdzv-endpoint the first node's address")
+
+    answers.append((socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 0)))
+    assert advice(settings(endpoint="node0:29517"), {}) == ""
 
 
 def test_another_process_is_shown_with_its_command() -> None:

@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -101,7 +101,7 @@ class PipetteAgent(LocalElasticAgent):
         self._token = controller.begin(
             script, num_slots=spec.local_world_size, address=self._address, interruption=SignalException
         )
-        self._membership = Membership(self._token, self._address, rendezvous_settings.node_rank)
+        self._membership = Membership(self._token, self._address, rendezvous_settings.node_rank, spec.role)
 
     @property
     def is_training(self) -> bool:
@@ -153,10 +153,18 @@ class PipetteAgent(LocalElasticAgent):
         decision, round_store = self._current()
         ranks = decision.ranks_of(self._token)
         # With NUMA options torch binds a worker to the cores near device LOCAL_RANK, so devices must keep their order.
-        self._bindings = bindings(ranks, keep_devices=getattr(worker_group.spec, "numa_options", None) is not None)
-        size = sum(decision.num_slots)
+        is_numa_bound = getattr(worker_group.spec, "numa_options", None) is not None
+        # Without a plan, nodes may have different numbers of slots, and devices keep torchrun's order.
+        self._bindings = bindings(ranks, keep_devices=is_numa_bound or decision.choice is None)
+        size, of_role = sum(decision.num_slots), self._ranks_of_role(decision)
         worker_group.workers = [
-            Worker(local, global_rank=one.rank, role_rank=one.rank, world_size=size, role_world_size=size)
+            Worker(
+                local,
+                global_rank=one.rank,
+                role_rank=of_role.index(one.rank),
+                world_size=size,
+                role_world_size=len(of_role),
+            )
             for local, one in enumerate(self._bindings)
         ]
         # Under static rendezvous the decision orders agents by --node-rank: torch promises GROUP_RANK == --node-rank.
@@ -170,6 +178,13 @@ class PipetteAgent(LocalElasticAgent):
         place = round_store.take(key, what="the store of RANK 0", deadline_s=PEER_WAIT_S)
         worker_group.master_addr, port = place.split()
         worker_group.master_port = int(port)
+
+    def _ranks_of_role(self, decision: Decision) -> Sequence[int]:
+        """Return the ranks of all workers that have the `--role` of this node, in ascending order."""
+        tokens = self._membership.with_own_role(decision.tokens)
+        if len(tokens) == len(decision.tokens):
+            return range(sum(decision.num_slots))
+        return sorted(rank for token in tokens for rank in decision.ranks_of(token))
 
     # -- the workers ----------------------------------------------------------------------------------------------
 

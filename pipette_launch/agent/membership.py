@@ -42,9 +42,10 @@ class Rejoin(Exception):  # noqa: N818
 class Membership:
     """One agent's knowledge of all agents of its job."""
 
-    def __init__(self, token: str, address: str, node_rank: int) -> None:
+    def __init__(self, token: str, address: str, node_rank: int, role: str = "default") -> None:
         self._server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        self._own = Member(token=token, address=address, port=self._server.port, node_rank=node_rank)
+        port = self._server.port
+        self._own = Member(token=token, address=address, port=port, node_rank=node_rank, role=role)
         self._desk = AgentStore(self._server, "pipette", is_own=True)
         """Store where other agents announce their arrival while this agent leads the meeting."""
         self._members: tuple[Member, ...] = ()
@@ -95,6 +96,11 @@ class Membership:
     def has_joined(self) -> bool:
         """True if the agents meet without torch's rendezvous."""
         return bool(self._members)
+
+    def with_own_role(self, tokens: Sequence[str]) -> tuple[str, ...]:
+        """Return the tokens of the agents whose workers have the same `--role` as this agent's workers."""
+        own = {member.token for member in self._members if member.role == self._own.role}
+        return tuple(token for token in tokens if token in own)
 
     def renewed_ranks(self) -> frozenset[int]:
         """Return the torch ranks that this agent renews: all ranks for a few agents, and none for the others."""

@@ -385,6 +385,8 @@ class Member:
     port: int
     node_rank: int
     """Value of `--node-rank` under static rendezvous, otherwise -1."""
+    role: str = "default"
+    """Value of `--role`. Workers of different roles have a ROLE_RANK in their own role."""
 
     def __post_init__(self) -> None:
         if not 0 < self.port < 1 << 16:

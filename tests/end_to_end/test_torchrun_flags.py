@@ -42,7 +42,7 @@ class Launch:
     """Flags that are tried together, and what becomes of the workers."""
 
     flags: tuple[str, ...]
-    """With {folder}, {port} and {node} filled in."""
+    """With {folder}, {port}, {node} and {slots}, the number of workers of the node, filled in."""
     script: tuple[str, ...] = (str(SEEN), "--some", "words")
     num_nodes: int = 1
     code: int | None = 0
@@ -51,7 +51,8 @@ class Launch:
 
     def words(self, folder: Path, port: int, node: int) -> list[str]:
         """The command line of one node."""
-        return [flag.format(folder=folder, port=port, node=node) for flag in self.flags] + list(self.script)
+        filled = {"folder": folder, "port": port, "node": node, "slots": node + 1}
+        return [flag.format(**filled) for flag in self.flags] + list(self.script)
 
     def parsed(self, node: int = 0) -> Namespace:
         """As torchrun reads it."""
@@ -70,11 +71,11 @@ LAUNCHES = {
     "nodes": Launch(
         (
             "--nnodes=2",
-            "--nproc-per-node=1",
+            "--nproc-per-node={slots}",
             "--node-rank={node}",
             "--master-addr=localhost",
             "--master-port={port}",
-            "--role=trainer",
+            "--role=role{node}",
         ),
         num_nodes=2,
     ),

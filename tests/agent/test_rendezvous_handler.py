@@ -304,7 +304,7 @@ def test_a_host_name_of_debians_line_is_this_machine(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: answers)
 
     found = advice(settings(endpoint="node0:29517"), {})
-    assert found.startswith("; node0 means 127.0.1.1 here, this machine itself, as a line of /etc/hosts says on Debian")
+    assert found.startswith("; node0 means 127.0.1.1 here, this machine itself, as a line of Debian's /etc/hosts says")
     assert found.endswith("give --rdzv-endpoint the first node's address")
 
     answers.append((socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 0)))

@@ -16,6 +16,7 @@ from benchmarks.telling import shown
 from benchmarks.validation.nvidia import SHAPES
 from benchmarks.validation.nvidia_rows import CARDS, RECIPES, read_rows, read_shapes
 from pipette_launch.errors import PipetteError
+from pipette_launch.facts.measurements import MemoryNeed
 from pipette_launch.text import GIB
 
 RESULT = Path(__file__).parent / "results" / "model_cards.md"
@@ -26,8 +27,7 @@ class Card(NamedTuple):
 
     name: str
     words: str = ""
-    peak_bytes: int = 0
-    device_bytes: int = 0
+    memory: MemoryNeed | None = None
     refused: str = ""
     note: str = ""
 
@@ -43,8 +43,8 @@ def cards() -> Iterator[Card]:
             continue
         where = f"{row['gpus']} {row['system']}, {row['precision']}: "
         try:
-            job, peak, capacity = priced(row, shapes.get(row["model"]))
-            yield Card(name, where + job.own.words(), peak, capacity, note=note)
+            job, memory = priced(row, shapes.get(row["model"]))
+            yield Card(name, where + job.own.words(), memory, note=note)
         except PipetteError as error:
             yield Card(name, where, refused=str(error).splitlines()[0], note=note)
 
@@ -57,14 +57,14 @@ def report() -> Iterator[str]:
     yield "| model | layout | predicted | device | verdict |"
     yield "|---|---|--:|--:|---|"
     for card in found:
-        sizes = (card.peak_bytes, card.device_bytes)
-        cells = ["", ""] if card.refused else [f"{size / GIB:.1f} GiB" for size in sizes]
-        verdict = f"refused: {card.refused}" if card.refused else "fits" if sizes[0] <= sizes[1] else "too large"
+        sizes = (max(card.memory.need_bytes), card.memory.free_bytes) if card.memory else ()
+        cells = [f"{size / GIB:.1f} GiB" for size in sizes] or ["", ""]
+        verdict = card.memory.verdict if card.memory else f"refused: {card.refused}"
         more = f" ({card.note})" if card.note and not card.refused else ""
         yield f"| {card.name} | {card.words}{more} | {cells[0]} | {cells[1]} | {verdict} |"
     yield ""
     refused = sum(bool(card.refused) for card in found)
-    fit = sum(not card.refused and card.peak_bytes <= card.device_bytes for card in found)
+    fit = sum(card.memory is not None and card.memory.fits for card in found)
     yield f"Of {len(found)} models, {len(found) - refused} are read and legal, {fit} fit, and {refused} are refused."
 
 

@@ -308,7 +308,14 @@ def stage_memory(pp_rank: int, peak_gib: float) -> StageMemory:
     peak = int(peak_gib * GIB)
     sizes = [int(share * peak) for share in shares]
     parts = dict(zip(PARTS, (*sizes, peak - sum(sizes)), strict=True))
-    return StageMemory(pp_rank=pp_rank, num_layers=6, parts_bytes=parts, model_peak_bytes=sum(sizes), peak_bytes=peak)
+    return StageMemory(
+        pp_rank=pp_rank,
+        num_layers=6,
+        parts_bytes=parts,
+        model_peak_bytes=sum(sizes),
+        peak_bytes=peak,
+        least_bytes=int(0.97 * peak),
+    )
 
 
 def prediction(**changes: object) -> Prediction:
@@ -360,6 +367,14 @@ def too_large() -> str:
         stages=stages, layout=layout, schedule="interleaved-1f1b", fits=False, verdict="too large", world_size=1024
     )
     return prediction_screen(made)
+
+
+def tight() -> str:
+    """Four stages, whose third is above the device's memory only with the allocator's cache."""
+    stages = tuple(stage_memory(rank, size) for rank, size in enumerate((74, 73, 82, 71)))
+    return prediction_screen(
+        prediction(stages=stages, fits=False, verdict="tight", expandable_peak_bytes=int(80.6 * GIB))
+    )
 
 
 def memory_only() -> str:
@@ -426,6 +441,7 @@ SCREENS = {
     "compared": compared,
     "foretold": foretold,
     "too-large": too_large,
+    "tight": tight,
     "memory-only": memory_only,
 }
 """Golden files lie in `tests/data/screens`, as NAME-WIDTH.txt."""

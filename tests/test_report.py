@@ -99,7 +99,7 @@ def test_a_stage_over_the_limit_says_so() -> None:
     cluster = tiny_cluster(1, 2)
     chosen = choice(Layout(dp=2), 1.0, peak_memory_bytes=(9 << 30,))
 
-    assert "9.00 GiB of 7.00 GiB, too much" in shown(
+    assert "9.00 GiB of 7.00 GiB, over" in shown(
         plan(cluster, chosen, choice(Layout(pp=2), 2.0)), None, new_arguments=None
     )
 

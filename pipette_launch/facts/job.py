@@ -36,6 +36,8 @@ The factors of SOAP are not included.
 """
 ADAM_OUTSIDE = ("lion", "muon", "dist_muon", "adaptive_muon", "soap")
 """Optimizers of the matrices of layers. Adam updates the other parameters (core_v0.20, emerging_optimizers.py)."""
+EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+"""Setting of torch's allocator that lessens its cache."""
 LOCAL, ENGINE, ITERATION = "local", "transformer_engine", "full_iteration"
 """Implementations of CUDA graphs (--cuda-graph-impl)."""
 

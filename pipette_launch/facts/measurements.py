@@ -49,21 +49,38 @@ class DeviceOverhead:
         return max(self.together_bytes - self.alone_bytes, 0) // max(self.num_communicators, 1)
 
 
+MemoryVerdict = Literal["fits", "tight", "too large"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryNeed:
     """Memory that a layout needs on each pipeline rank, and the memory limit, as all screens show these numbers."""
 
     need_bytes: tuple[int, ...]
-    """Memory peak of each pipeline rank: tensors of the model and all overhead."""
+    """Memory peak of each pipeline rank: tensors of the model and all overhead, with the allocator's cache."""
     free_bytes: int
     """Free memory of the fullest device before the job. 0 in files of earlier releases."""
     limit_bytes: int
     """Largest memory that a pipeline rank may need: free memory minus the memory margin."""
+    least_bytes: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    """`need_bytes` without the allocator's cache. Empty in files of earlier releases."""
+
+    @property
+    def verdict(self) -> MemoryVerdict:
+        """Result of the memory check: `fits`, `tight` or `too large`.
+
+        A layout fits if all pipeline ranks stay below the limit. A tight layout exceeds the limit, but its device could
+        hold everything except the allocator's cache. torch's allocator frees its cache before a job runs out of memory,
+        so a tight layout may run. The planner chooses only layouts that fit.
+        """
+        if max(self.need_bytes) <= self.limit_bytes:
+            return "fits"
+        return "tight" if max(self.least_bytes or self.need_bytes) <= self.free_bytes else "too large"
 
     @property
     def fits(self) -> bool:
         """True if the memory of all pipeline ranks stays below the limit."""
-        return max(self.need_bytes) <= self.limit_bytes
+        return self.verdict == "fits"
 
     @property
     def margin(self) -> float:

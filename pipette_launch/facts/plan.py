@@ -14,7 +14,7 @@ from pipette_launch.facts.files import ADDED_LATER, check_numbers
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.known_devices import spec_of_cluster
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.measurements import MemoryNeed, Samples
+from pipette_launch.facts.measurements import MemoryNeed, MemoryVerdict, Samples
 from pipette_launch.facts.schedule import ScheduleFile
 from pipette_launch.text import bytes_text
 
@@ -148,9 +148,14 @@ class Choice:
             raise FactError(f"peak_memory_bytes must be above 0 on each stage, got {self.peak_memory_bytes}")
 
     @property
+    def verdict(self) -> MemoryVerdict:
+        """Result of the memory check."""
+        return self.memory_shown.verdict
+
+    @property
     def fits(self) -> bool:
         """True if the memory of all pipeline ranks stays below the limit."""
-        return max(self.peak_memory_bytes) <= self.memory_limit_bytes
+        return self.verdict == "fits"
 
     @property
     def memory_shown(self) -> MemoryNeed:

@@ -8,12 +8,13 @@ from typing import ClassVar, Literal
 from pipette_launch.errors import FactError
 from pipette_launch.facts.files import ADDED_LATER
 from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.measurements import MemoryVerdict
 from pipette_launch.facts.plan import Choice, Rate
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 """Kinds of a stage's memory, in the order on screens."""
 
-MemoryFit = Literal["fits", "tight", "too large", "unknown"]
+MemoryFit = Literal[MemoryVerdict, "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +29,9 @@ class StageMemory:
     model_peak_bytes: int
     """Peak of torch's allocations for the model's own tensors."""
     peak_bytes: int
-    """Memory peak of the device: tensors of the model and all overhead."""
+    """Memory peak of the device: tensors of the model and all overhead, with the allocator's cache."""
+    least_bytes: int = field(default=0, metadata=ADDED_LATER)
+    """`peak_bytes` without the allocator's cache."""
 
     def __post_init__(self) -> None:
         if tuple(self.parts_bytes) != PARTS:
@@ -67,7 +70,7 @@ class Prediction:
     fits: bool | None
     """True if all shown stages leave the memory margin free. The value is `None` if the machines are unknown."""
     verdict: MemoryFit
-    """`tight`: the peak is within the free memory but above the limit, so no plan may use the layout."""
+    """Verdict of `MemoryNeed.verdict` on the shown stages, or `unknown` for unknown machines."""
     step_time_s: float | None
     """None = the machines are unknown, or the job's times cannot be predicted. A note gives the reason."""
     breakdown_s: dict[str, float]
@@ -80,7 +83,9 @@ class Prediction:
     limit_bytes: int | None = field(default=None, metadata=ADDED_LATER)
     """Memory that a rank may use: `capacity_bytes` minus the margin. The limit is `None` for unknown machines."""
     remedies: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
-    """Flags, each of which would make the configuration fit by itself."""
+    """Flags or environment variables, each of which would make the configuration fit by itself."""
+    expandable_peak_bytes: int | None = field(default=None, metadata=ADDED_LATER)
+    """Peak of the fullest stage with expandable segments of torch's allocator. None = they would change nothing."""
 
     @property
     def fullest(self) -> StageMemory:

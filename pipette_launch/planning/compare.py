@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Choice, Plan, files
+from pipette_launch.facts.measurements import MemoryVerdict
 from pipette_launch.facts.plan import in_order_of
 from pipette_launch.facts.prediction import Comparison, Entry
 from pipette_launch.text import bytes_text
@@ -37,8 +38,8 @@ def compare(paths: Sequence[str | Path]) -> Comparison:
             choice=plan.chosen,
             gap=plan.gap,
             num_moved=num_moved(plans[0], plan),
-            faults=tuple(_memory_fault(plan.chosen)),
-            remarks=("This is your own configuration.",) if plan.keeps_own else (),
+            faults=tuple(_memory_words(plan.chosen, "too large")),
+            remarks=(*(("This is your own configuration.",) * plan.keeps_own), *_memory_words(plan.chosen, "tight")),
         )
         for name, plan in zip(names, plans, strict=True)
     ]
@@ -53,12 +54,13 @@ def num_moved(one: Plan, other: Plan) -> int | None:
     return sum(rank != other_rank for rank, other_rank in zip(*placements, strict=True))
 
 
-def _memory_fault(choice: Choice) -> Iterator[str]:
-    if not choice.fits:
-        shown = choice.memory_shown
+def _memory_words(choice: Choice, verdict: MemoryVerdict) -> Iterator[str]:
+    """Yield a sentence on the fullest stage of a choice with this verdict."""
+    if choice.verdict == verdict:
+        shown, words = choice.memory_shown, "Tight" if verdict == "tight" else "Does not fit"
         peak = max(shown.need_bytes)
         stage = shown.need_bytes.index(peak)
-        yield f"Does not fit: stage {stage} needs {bytes_text(peak)}, and the limit is {bytes_text(shown.limit_bytes)}."
+        yield f"{words}: stage {stage} needs {bytes_text(peak)}, and the limit is {bytes_text(shown.limit_bytes)}."
 
 
 def _differences(plans: Sequence[Plan]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from pipette_launch.defaults import MEMORY_MARGIN
 from pipette_launch.errors import FactError, OptionError, PlanError, check_share
 from pipette_launch.facts import Job, Layout, Measurements
 from pipette_launch.facts.fabric import FabricSpec
+from pipette_launch.facts.job import EXPANDABLE_SEGMENTS
 from pipette_launch.facts.known_devices import DeviceFile
 from pipette_launch.facts.messages import ExecutedParts
 from pipette_launch.facts.plan import Rate
@@ -105,16 +106,17 @@ class CountedStages:
 def _count(
     job: Job, machines: TargetMachines, pp_ranks: Sequence[int], *, method: Method, cache: Path | None
 ) -> CountedStages:
-    if machines.measured is not None:
-        overhead = overheads.measured_overhead(job, job.own, machines.measured)
-    else:
-        name, capability = machines.device_name, machines.capability
-        overhead = overheads.overhead_of(
-            job, job.own, device_kind=machines.kind, device_name=name, capability=capability
-        )
+    overhead = _overhead(job, machines)
     if method == "abstract":
         return count_by_execution(job, pp_ranks, overhead, cache=cache)
     return count_by_formula(job, pp_ranks, overhead, measured=machines.measured)
+
+
+def _overhead(job: Job, machines: TargetMachines) -> Overhead:
+    if machines.measured is not None:
+        return overheads.measured_overhead(job, job.own, machines.measured)
+    name, capability = machines.device_name, machines.capability
+    return overheads.overhead_of(job, job.own, device_kind=machines.kind, device_name=name, capability=capability)
 
 
 def count_by_formula(
@@ -188,6 +190,7 @@ def _stage(job: Job, pp_rank: int, kinds: Mapping[str, int], overhead: Overhead)
         parts_bytes={**kinds, "overhead": peak - allocated},
         model_peak_bytes=allocated,
         peak_bytes=peak,
+        least_bytes=overhead.least_bytes(allocated),
     )
 
 
@@ -202,7 +205,7 @@ def _prediction(
     script: str,
 ) -> Prediction:
     layout, capacity, samples = job.own, machines.capacity_bytes, job.batch.global_batch_size
-    verdict = _verdict(counted.stages, capacity, margin)
+    verdict = _verdict(counted, capacity, margin)
     step, rate, step_notes = _step(job, machines)
     cell = layout.cell_of(rank or 0)
     which = [] if rank is None else [f"Rank {rank} is pp {cell.pp}, dp {cell.dp}, cp {cell.cp}, tp {cell.tp}."]
@@ -233,27 +236,39 @@ def _prediction(
         megatron_version=job.megatron_version,
         rate=rate,
         limit_bytes=None if capacity is None else overheads.allowed_bytes(capacity, memory_margin=margin),
-        remedies=_remedies(job, counted, capacity, margin),
+        remedies=_remedies(job, machines, counted, margin),
+        expandable_peak_bytes=_expandable_peak_bytes(job, machines, counted),
     )
 
 
-def _verdict(stages: Sequence[StageMemory], capacity_bytes: int | None, memory_margin: float) -> MemoryFit:
-    peak = max(stage.peak_bytes for stage in stages)
+def _verdict(counted: CountedStages, capacity_bytes: int | None, memory_margin: float) -> MemoryFit:
     if capacity_bytes is None:
         return "unknown"
-    if peak <= overheads.allowed_bytes(capacity_bytes, memory_margin=memory_margin):
-        return "fits"
-    return "tight" if peak <= capacity_bytes else "too large"
+    peaks = [stage.model_peak_bytes for stage in counted.stages]
+    return counted.overhead.need(peaks, capacity_bytes, memory_margin=memory_margin).verdict
 
 
-def _remedies(job: Job, counted: CountedStages, capacity_bytes: int | None, memory_margin: float) -> tuple[str, ...]:
-    """Return the flag that drops the data loader's attention mask, if the job fits in memory only without this mask."""
-    bare, pp_ranks = without_mask(job), [stage.pp_rank for stage in counted.stages]
-    if bare is None:
+def _remedies(job: Job, machines: TargetMachines, counted: CountedStages, memory_margin: float) -> tuple[str, ...]:
+    """Return flags and variables, each of which makes a job fit that does not fit as it is."""
+    pp_ranks = [stage.pp_rank for stage in counted.stages]
+
+    def fits(job: Job) -> bool:
+        found = count_by_formula(job, pp_ranks, _overhead(job, machines), measured=machines.measured)
+        return _verdict(found, machines.capacity_bytes, memory_margin) == "fits"
+
+    changed = {NO_MASK: without_mask(job), EXPANDABLE_SEGMENTS: overheads.with_expandable_segments(job)}
+    if machines.capacity_bytes is None or not any(changed.values()) or fits(job):
         return ()
-    both = [count_by_formula(each, pp_ranks, counted.overhead).stages for each in (job, bare)]
-    with_mask, without = (_verdict(stages, capacity_bytes, memory_margin) for stages in both)
-    return (NO_MASK,) if with_mask in {"tight", "too large"} and without == "fits" else ()
+    return tuple(words for words, other in changed.items() if other and fits(other))
+
+
+def _expandable_peak_bytes(job: Job, machines: TargetMachines, counted: CountedStages) -> int | None:
+    changed = overheads.with_expandable_segments(job)
+    if changed is None:
+        return None
+    fullest = max(counted.stages, key=lambda stage: stage.peak_bytes)
+    peak = _overhead(changed, machines).device_peak_bytes(fullest.model_peak_bytes)
+    return peak if peak < fullest.peak_bytes else None
 
 
 def _pp_ranks(layout: Layout, *, rank: int | None, stage: int | None) -> tuple[int, ...]:

@@ -165,6 +165,9 @@ def _fitted(draw: Callable[[int, bool], str], *, is_whole: bool, most_lines: int
     return drawn
 
 
+FIT_WORDS = {"fits": "fits in memory", "tight": "is tight in memory", "too large": "does not fit in memory"}
+
+
 def chosen_line(plan: Plan) -> str:
     """Return one line with the chosen configuration and the step time that the choice saves."""
     choice, own = plan.chosen, plan.own
@@ -172,7 +175,7 @@ def chosen_line(plan: Plan) -> str:
     if plan.keeps_own:
         return f"your own configuration: {words}"
     if plan.own_fault or not own.fits:
-        return f"{words}; your own configuration {'cannot run' if plan.own_fault else 'does not fit'}"
+        return f"{words}; your own configuration {'cannot run' if plan.own_fault else FIT_WORDS[own.verdict]}"
     return f"{words}, {1 - choice.step_time_s / own.step_time_s:.1%} less than your own configuration"
 
 
@@ -208,12 +211,17 @@ def checkpoint_words(before: Choice, after: Choice) -> str:
     return "keeps TP and PP" if is_same else "reshards the checkpoint"
 
 
+def fit_remark(choice: Choice) -> str:
+    """Return the verdict on a choice that does not fit, as an appendix to its name; empty for choices that fit."""
+    return "" if choice.fits else f", {choice.verdict}"
+
+
 def listed(plan: Plan, most: int = WHOLE) -> list[tuple[str, Choice]]:
     """Return the plan's configurations, each with a role: chosen, yours, or an empty text for `most` alternatives."""
     found = [("chosen, yours" if plan.keeps_own else "chosen", plan.chosen)]
     found += [("", choice) for choice in plan.alternatives[:most]]
     if not (plan.keeps_own or plan.own_fault):
-        found.append(("yours" if plan.own.fits else "yours, too large", plan.own))
+        found.append((f"yours{fit_remark(plan.own)}", plan.own))
     return found
 
 
@@ -436,7 +444,7 @@ def ranked_table(plan: Plan, width: int, most: int) -> Iterator[Line]:
     # The line above the table has all words of the chosen layout.
     shown[0] = ("1", first, " ".join(word for word in first.layout.words().split() if _name(word) in DEGREES))
     if not plan.own_fault and plan.own.layout not in {one.layout for _, one, _ in shown}:
-        shown.append(("", Ranked.of(plan.own), plan.own.layout.words() + ("" if plan.own.fits else ", too large")))
+        shown.append(("", Ranked.of(plan.own), plan.own.layout.words() + fit_remark(plan.own)))
     for place, one, words in shown:
         step, *others = figures(one, is_short=not is_wide)
         share = round(one.step_time_s / first.step_time_s - 1, 3)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from pipette_launch.facts.glossary import SHORT
+from pipette_launch.facts.job import EXPANDABLE_SEGMENTS
 from pipette_launch.facts.prediction import PARTS, Comparison, Prediction, StageMemory
 from pipette_launch.report.screen import (
     Line,
@@ -74,15 +75,27 @@ def _verdict(prediction: Prediction) -> Line:
     need = f"{where} needs {bytes_text(fullest.peak_bytes)}"
     if capacity is None or limit is None:
         return text(f"Memory only: {need} on each rank.", STYLES["unknown"])
-    left, whole = capacity - fullest.peak_bytes, bytes_text(capacity)
-    words = {
-        "fits": f"It fits: {need} of the {bytes_text(limit)} that a rank may hold.",
-        "tight": f"It is tight: {need} of the {bytes_text(limit)} that a rank may hold, and leaves "
-        f"{left / capacity:.1%} of {whole}, less than the margin of {prediction.memory_margin:.0%}.",
-        "too large": f"It does not fit: {need}, {bytes_text(-left)} more than the {whole} of a device.",
-    }[prediction.verdict]
-    remedy = f" With {' or '.join(prediction.remedies)} it would fit." if prediction.remedies else ""
-    return text(f"{words}{remedy}", STYLES[prediction.verdict])
+    left, whole, least = capacity - fullest.peak_bytes, bytes_text(capacity), bytes_text(fullest.least_bytes)
+    if prediction.verdict == "fits":
+        words = f"It fits: {need} of the {bytes_text(limit)} that a rank may hold."
+    elif prediction.verdict == "too large":
+        more = bytes_text(fullest.least_bytes - capacity)
+        words = f"It does not fit: {where} needs at least {least}, {more} more than the {whole} of a device."
+    elif left >= 0:
+        words = (
+            f"It is tight: {need} of the {bytes_text(limit)} that a rank may hold, and leaves {left / capacity:.1%} of "
+            f"{whole}, less than the margin of {prediction.memory_margin:.0%}."
+        )
+    else:
+        words = (
+            f"It is tight: {where} needs at least {least} of the {whole} of a device. The allocator's cache may add "
+            f"{bytes_text(fullest.peak_bytes - fullest.least_bytes)}, and torch frees it before memory runs out."
+        )
+    if prediction.remedies:
+        words += f" With {' or '.join(prediction.remedies)} it would fit."
+    elif prediction.verdict == "tight" and prediction.expandable_peak_bytes is not None:
+        words += f" With {EXPANDABLE_SEGMENTS} it needs about {bytes_text(prediction.expandable_peak_bytes)}."
+    return text(words, STYLES[prediction.verdict])
 
 
 def _memory(prediction: Prediction) -> Iterator[Line]:

@@ -153,7 +153,7 @@ def memory_bars(stages: Sequence[tuple[int, int]], limit_bytes: int | None) -> T
     def row(stage: int, need: int) -> tuple[Line, ...]:
         is_over = need > whole
         drawn = bar(min(need / whole, 1.0) if whole else 1.0, "red" if is_over else "default")
-        return f"stage {stage}", drawn, f"{bytes_text(need)}{limit}{', too much' if is_over else ''}"
+        return f"stage {stage}", drawn, f"{bytes_text(need)}{limit}{', over' if is_over else ''}"
 
     return grid("www", [row(stage, need) for stage, need in stages])
 

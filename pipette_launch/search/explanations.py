@@ -10,12 +10,19 @@ import numpy as np
 
 from pipette_launch.cost.compute.device_model import published
 from pipette_launch.cost.learned import LEARNED
-from pipette_launch.cost.memory.overhead import has_expandable_segments, measured_overhead, uncounted
+from pipette_launch.cost.memory.overhead import (
+    has_expandable_segments,
+    measured_overhead,
+    uncounted,
+    with_expandable_segments,
+)
 from pipette_launch.cost.memory.peak import NO_MASK, mask_notes, peak_memory_bytes, without_mask
 from pipette_launch.cost.step.predictor import NOT_MODELLED
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Choice, Job, Layout
 from pipette_launch.facts.cluster import in_device_order, shared_order
+from pipette_launch.facts.job import EXPANDABLE_SEGMENTS
+from pipette_launch.facts.measurements import MemoryNeed
 from pipette_launch.megatron.performance import plannable_offload
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs, doublings_apart, limits_N
 from pipette_launch.search.choose import EQUAL, Chosen
@@ -153,7 +160,7 @@ def _why_other(inputs: SearchInputs, chosen: Chosen) -> list[str]:
     if inputs.own_cannot_run:
         found = [f"{choice.layout.words()} takes {takes}"]
     elif not own.fits:
-        need = _need_text(own.memory_shown.need_bytes, own.memory_shown.limit_bytes)
+        need = _need_text(own.memory_shown)
         found = [
             f"The user's own layout {own.layout.words()} {need}.",
             f"{choice.layout.words()} fits, and takes {takes}",
@@ -169,10 +176,13 @@ def _why_other(inputs: SearchInputs, chosen: Chosen) -> list[str]:
     return found
 
 
-def _need_text(need_bytes: tuple[int, ...], limit_bytes: int) -> str:
-    worst = max(need_bytes)
-    available = f"only {bytes_text(limit_bytes)} is available"
-    return f"is predicted to need {bytes_text(worst)} on stage {need_bytes.index(worst)}, but {available}"
+def _need_text(memory: MemoryNeed) -> str:
+    worst = max(memory.need_bytes)
+    need = f"is predicted to need {bytes_text(worst)} on stage {memory.need_bytes.index(worst)}"
+    if memory.verdict == "tight":
+        least = f"at least {bytes_text(max(memory.least_bytes or memory.need_bytes))}"
+        return f"{need} ({least}, without the allocator's cache), and a plan may use {bytes_text(memory.limit_bytes)}"
+    return f"{need}, but only {bytes_text(memory.limit_bytes)} is available"
 
 
 def _passed_over(chosen: Chosen) -> list[str]:
@@ -339,6 +349,10 @@ def _nothing_fits(inputs: SearchInputs, is_late: IsLate) -> PlanError:
         count = _num_fitting(changed, _legal(bare, changed, cluster.num_slots))
         if count:
             ways.append(f"pass {NO_MASK} ({count} {plural('layout', count)})")
+    eased = with_expandable_segments(inputs.job)
+    count = _num_fitting(replace(inputs, job=eased), found) if eased else 0
+    if count:
+        ways.append(f"set {EXPANDABLE_SEGMENTS} ({count} {plural('layout', count)})")
     ways += _released(inputs, must_fit=True, is_late=is_late)
     # Propose the smallest multiple of the hosts on which a layout fits.
     for times in range(2, MOST_HOSTS_MORE + 1):
@@ -360,7 +374,7 @@ def _nothing_fits(inputs: SearchInputs, is_late: IsLate) -> PlanError:
     late = ". The budget ended before all ways to help were tried" if is_late() else ""
     return PlanError(
         f"no layout fits in memory: the leanest of {found.num_layouts}, {leanest.words()}, "
-        f"{_need_text(shown.need_bytes, shown.limit_bytes)} (free on the fullest device "
+        f"{_need_text(shown)} (free on the fullest device "
         f"{bytes_text(cluster.memory_bytes)}, margin {memory_margin:.0%}). {_help(ways)}{late}"
     )
 

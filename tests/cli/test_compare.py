@@ -11,7 +11,7 @@ from screens import choice, plan
 
 from pipette_launch.cli.pipette import main
 from pipette_launch.facts import Layout, files
-from pipette_launch.planning.compare import num_moved
+from pipette_launch.planning.compare import compare, num_moved
 
 CLUSTER = tiny_cluster(2, 2)
 ONE = plan(CLUSTER, choice(Layout(dp=4), 1.0), choice(Layout(pp=4), 2.0), floor_s=0.8)
@@ -45,6 +45,24 @@ def test_files_stand_side_by_side(folder: Path, capsys: pytest.CaptureFixture[st
     assert "ranks on another device than in plan 1, of 4: plan 2: 2" in text
     assert "for other machines than plan 1: 3" in text
     assert "may be for another job than plan 1" in text
+
+
+@pytest.mark.parametrize(
+    ("least_gib", "faults", "remarks"),
+    [
+        (9, ("Does not fit: stage 0 needs 9.00 GiB, and the limit is 7.00 GiB.",), ()),
+        (7, (), ("Tight: stage 0 needs 9.00 GiB, and the limit is 7.00 GiB.",)),
+    ],
+)
+def test_a_tight_plan_can_run(folder: Path, least_gib: int, faults: tuple[str, ...], remarks: tuple[str, ...]) -> None:
+    """A plan without memory for its tensors has a fault, and a tight plan only a remark."""
+    fat = choice(Layout(dp=4), 1.0, peak_memory_bytes=(9 << 30,))
+    assert fat.memory is not None
+    fat = replace(fat, memory=replace(fat.memory, least_bytes=(least_gib << 30,)))
+    files.write(folder / "fat.plan.json", replace(ONE, chosen=fat))
+    found = compare([folder / "a.plan.json", folder / "fat.plan.json"]).entries[1]
+
+    assert (faults, remarks, not faults) == (found.faults, found.remarks, found.runs)
 
 
 def test_hosts_may_stand_in_another_order() -> None:

@@ -22,6 +22,7 @@ from pipette_launch.facts.measurements import (
     CollectiveTime,
     DeviceOverhead,
     LinkSurvey,
+    MemoryNeed,
     MemoryReading,
     RailRates,
     memory_digest,
@@ -66,6 +67,29 @@ def test_no_communicator_takes_nothing() -> None:
     assert (
         0 == DeviceOverhead(alone_bytes=5, together_bytes=4, num_communicators=1, workspace_bytes=0).communicator_bytes
     )
+
+
+@pytest.mark.parametrize(
+    ("need", "least", "expected"),
+    [
+        ((92, 90), (80, 80), "fits"),
+        ((93, 90), (80, 80), "tight"),
+        ((120, 90), (100, 80), "tight"),
+        ((101, 90), (101, 80), "too large"),
+        # Each stage decides, not only the stage that needs most with the cache.
+        ((120, 110), (90, 101), "too large"),
+        # A file of an earlier release lacks the bytes without the cache.
+        ((100, 90), (), "tight"),
+        ((101, 90), (), "too large"),
+    ],
+)
+def test_only_what_the_allocator_cannot_free_makes_a_layout_too_large(
+    need: tuple[int, ...], least: tuple[int, ...], expected: str
+) -> None:
+    """A limit of 92 and a device of 100 bytes: the cache decides between fits and tight."""
+    memory = MemoryNeed(need_bytes=need, least_bytes=least, free_bytes=100, limit_bytes=92)
+
+    assert (expected, expected == "fits") == (memory.verdict, memory.fits)
 
 
 def reading(**changes: object) -> StageReading:

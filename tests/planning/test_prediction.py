@@ -26,6 +26,7 @@ from pipette_launch.planning.machines import ITS_OWN_MODEL
 from pipette_launch.planning.predict import predict
 from pipette_launch.report.prediction import prediction_screen
 from pipette_launch.search.candidates import SearchInputs
+from pipette_launch.text import GIB, bytes_text
 
 PIPELINE = (*SMALL, "--pipeline-model-parallel-size", "4")
 MISTRAL = (
@@ -33,6 +34,22 @@ MISTRAL = (
     "--num-query-groups 8 --vocab-size 32000 --tokenizer-type NullTokenizer --micro-batch-size 1 "
     "--global-batch-size 128 --lr 1e-4 --train-iters 100 --bf16 --swiglu --disable-bias-linear "
     "--normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights"
+).split()
+DEEPSEEK = (
+    "--num-layers 14 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 --multi-latent-attention "
+    "--q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 "
+    "--kv-channels 128 --num-experts 256 --moe-layer-freq ([0]*3+[1]*11) --moe-ffn-hidden-size 2048 "
+    "--moe-shared-expert-intermediate-size 2048 --moe-router-topk 8 --moe-router-score-function sigmoid "
+    "--moe-router-pre-softmax --moe-grouped-gemm --moe-token-dispatcher-type flex --moe-enable-deepep "
+    "--moe-router-dtype fp32 --moe-permute-fusion --mtp-num-layers 1 --seq-length 4096 "
+    "--max-position-embeddings 4096 --vocab-size 129280 --tokenizer-type NullTokenizer --micro-batch-size 1 "
+    "--global-batch-size 256 --train-iters 10 --lr 1e-4 --bf16 --swiglu --disable-bias-linear "
+    "--normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights "
+    "--attention-dropout 0 --hidden-dropout 0 --qk-layernorm --use-distributed-optimizer "
+    "--pipeline-model-parallel-size 4 --expert-model-parallel-size 16 "
+    "--pipeline-model-parallel-layout Ett|(tt|)*6mL --no-create-attention-mask-in-dataloader "
+    "--transformer-impl transformer_engine --use-precision-aware-optimizer --exp-avg-dtype bf16 "
+    "--exp-avg-sq-dtype bf16 --fp8-format e4m3 --fp8-recipe blockwise"
 ).split()
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 ROOT = Path(__file__).parent.parent.parent
@@ -470,6 +487,52 @@ def test_long_sequences_need_their_whole_mask(words: str, least_gib: int, most_g
     assert max(one.peak_bytes for one in bare.stages) < max(one.peak_bytes for one in found.stages)
     assert any("--no-create-attention-mask-in-dataloader leaves the mask out" in note for note in found.notes)
     assert not any("attention mask" in note for note in bare.notes)
+
+
+def test_the_allocators_cache_alone_makes_a_job_tight() -> None:
+    """DeepSeek-V3 of 14 layers trained on 64 H100 with 67.09 GiB allocated; the device has 79.1 GiB."""
+    found = predict(DEEPSEEK, nodes=8, gpu="H100", megatron_version="0.20")
+    fullest, screen = found.fullest, " ".join(prediction_screen(found).split())
+
+    assert ("tight", False) == (found.verdict, found.fits)
+    assert 67.09 == pytest.approx(fullest.model_peak_bytes / GIB, rel=0.005)
+    assert found.capacity_bytes is not None
+    assert fullest.least_bytes < found.capacity_bytes < fullest.peak_bytes
+    assert "It is tight: stage 0, the fullest, needs at least 69.34 GiB of the 79.10 GiB of a device." in screen
+    assert "With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it needs about 74.80 GiB." in screen
+    assert () == found.remedies
+
+
+def test_what_expands_already_is_not_proposed() -> None:
+    """With expandable segments the job is tight by the margin alone, and nothing more is proposed."""
+    eased = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    found = predict(DEEPSEEK, nodes=8, gpu="H100", megatron_version="0.20", environment=eased)
+
+    assert ("tight", None) == (found.verdict, found.expandable_peak_bytes)
+    assert 74.80 == pytest.approx(found.fullest.peak_bytes / GIB, abs=0.01)
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in prediction_screen(found)
+
+
+def test_expandable_segments_are_a_remedy_where_the_job_then_fits() -> None:
+    """A margin that only the smaller cache leaves free: the verdict names the variable."""
+    found = predict(DEEPSEEK, nodes=8, gpu="H100", megatron_version="0.20", memory_margin=0.05)
+    screen = " ".join(prediction_screen(found).split())
+
+    assert ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",) == found.remedies
+    assert "With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it would fit." in screen
+
+
+def test_tensors_that_exceed_the_device_do_not_fit() -> None:
+    """With moments of Adam in fp32, the job needs more than the device has even without the allocator's cache."""
+    wide = [word for word in DEEPSEEK if word not in {"--exp-avg-dtype", "--exp-avg-sq-dtype", "bf16"}]
+    found = predict(wide, nodes=8, gpu="H100", megatron_version="0.20")
+    screen = " ".join(prediction_screen(found).split())
+
+    assert "too large" == found.verdict
+    assert found.capacity_bytes is not None
+    more_bytes = found.fullest.least_bytes - found.capacity_bytes
+    assert f"{bytes_text(more_bytes)} more than the 79.10 GiB of a device." in screen
+    assert more_bytes > 0
 
 
 @pytest.mark.parametrize(

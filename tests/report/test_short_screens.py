@@ -155,5 +155,5 @@ def test_quiet_is_one_line() -> None:
 
     assert f"{line}, 50.0% less than your own configuration" == chosen_line(made)
     assert f"{line}; your own configuration cannot run" == chosen_line(replace(made, own_fault="x"))
-    assert f"{line}; your own configuration does not fit" == chosen_line(replace(made, own=fat))
+    assert f"{line}; your own configuration does not fit in memory" == chosen_line(replace(made, own=fat))
     assert f"your own configuration: {line}" == chosen_line(replace(made, own=made.chosen, keeps_own=True))

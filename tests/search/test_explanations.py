@@ -11,8 +11,9 @@ from search.worlds import ALL_FIELDS, on_gpus, pipeline_job, planned, two_racks
 
 from pipette_launch.cost.step.predictor import NOT_MODELLED
 from pipette_launch.errors import PlanError
-from pipette_launch.facts import Batch, ComputeCase, Layout
+from pipette_launch.facts import Batch, ComputeCase, Layout, Measurements
 from pipette_launch.facts.known_devices import known_devices
+from pipette_launch.report.plan import chosen_line
 from pipette_launch.report.screen import NOT_MODELLED as PREFIX
 
 
@@ -107,6 +108,11 @@ LONG: dict[str, Any] = {
 }
 
 
+def gpus(memory_bytes: int) -> Measurements:
+    """Measurements of GPUs with this memory."""
+    return tiny_measurements(on_gpus(tiny_cluster(memory_bytes=memory_bytes)))
+
+
 def message(job: object, measurements: object, **options: float) -> str:
     """The error message of a job without a plan."""
     with pytest.raises(PlanError) as caught:
@@ -174,6 +180,29 @@ def test_the_data_loaders_mask_is_proposed_to_be_left_out_where_that_helps() -> 
 
     assert "pass --no-create-attention-mask-in-dataloader (1 layout)" in text
     assert planned(bare, tiny_measurements(tiny_cluster(memory_bytes=limit)), memory_margin=0.0).own.fits
+
+
+def test_expandable_segments_are_proposed_where_a_layout_then_fits() -> None:
+    """The usual cache of 3 % does not fit on the GPUs, and 1.6 % with expandable segments does."""
+    job = tiny_job(4, pinned=ALL_FIELDS)
+    eased = replace(job, allocator_config="expandable_segments:True")
+    need = max(planned(eased, gpus(1 << 50)).own.memory_shown.need_bytes)
+    text = message(job, gpus(need), memory_margin=0.0)
+
+    assert "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (1 layout)" in text
+    assert "without the allocator's cache), and a plan may use" in text
+    assert planned(eased, gpus(need), memory_margin=0.0).own.fits
+
+
+def test_an_own_layout_that_is_tight_is_called_so() -> None:
+    """A plan replaces a tight layout by one that fits, and says that the own layout is tight by the cache."""
+    need = planned(tiny_job(4), gpus(1 << 50)).own.memory_shown
+    found = planned(tiny_job(4), gpus(max(need.least_bytes)), memory_margin=0.0)
+
+    assert "tight" == found.own.verdict
+    assert found.chosen.fits
+    assert any("without the allocator's cache), and a plan may use" in reason for reason in found.reasons)
+    assert chosen_line(found).endswith("your own configuration is tight in memory")
 
 
 def test_what_would_help_is_looked_for_until_the_budget_ends() -> None:

@@ -1,8 +1,9 @@
 """Bytes that a rank's device holds beside the model's tensors, with each figure measured or a stated default.
 
-Every part of pipette-launch uses one rule: a layout fits if `reserve * (model's peak + workspace) + context +
-communicators` stays below the device's memory minus a margin. The rule leaves out uneven routing of tokens to experts,
-and fragmentation beyond the allocator's reserve.
+Every part of pipette-launch uses one rule (`MemoryNeed.verdict`): a layout fits if `reserve * (model's peak +
+workspace) + context + communicators` stays below the device's memory minus a margin. A layout is too large if the same
+sum with a reserve of 1 exceeds the device's memory. Layouts in between are tight. The rule leaves out uneven routing of
+tokens to experts, and fragmentation beyond the allocator's reserve.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, overload
 
 from pipette_launch.cost.layers.parameters import expert_dp
@@ -127,6 +128,10 @@ class Overhead:
         """Return the bytes on the device when the model's tensors (`MemoryParts.total`) are at their peak."""
         return math.ceil(self.reserve.value * (allocated_bytes + int(self.workspace.value))) + self.outside_bytes
 
+    def least_bytes(self, allocated_bytes: int) -> int:
+        """Return `device_peak_bytes` without the allocator's cache."""
+        return allocated_bytes + int(self.workspace.value) + self.outside_bytes
+
     def limit_bytes(self, capacity_bytes: int, *, memory_margin: float) -> int:
         """Return the most bytes that the model's tensors may take so that the device keeps its margin; at least 0."""
         inside = allowed_bytes(capacity_bytes, memory_margin=memory_margin) - self.outside_bytes
@@ -138,6 +143,7 @@ class Overhead:
             need_bytes=tuple(map(self.device_peak_bytes, peaks_bytes)),
             free_bytes=capacity_bytes,
             limit_bytes=allowed_bytes(capacity_bytes, memory_margin=memory_margin),
+            least_bytes=tuple(map(self.least_bytes, peaks_bytes)),
         )
 
     def notes(self) -> tuple[str, ...]:
@@ -257,6 +263,20 @@ def has_expandable_segments(job: Job) -> bool:
     """Return True if torch's own allocator uses expandable segments. Other allocator backends ignore the option."""
     options = allocator_options(job.allocator_config)
     return options.get("backend", NATIVE) == NATIVE and options.get(EXPANDABLE) == "True"
+
+
+def with_expandable_segments(job: Job) -> Job | None:
+    """Return the job with expandable segments; None if it has them, or if its allocator or a flag excludes them.
+
+    Before torch 2.11, Megatron refuses expandable segments with `--use-nccl-ub`
+    (megatron-core, distributed_data_parallel_config.py).
+    """
+    options = allocator_options(job.allocator_config)
+    is_native = options.get("backend", NATIVE) == NATIVE
+    if not is_native or has_expandable_segments(job) or performance_options(job).nccl_ub:
+        return None
+    others = [f"{name}:{value}" for name, value in options.items() if name != EXPANDABLE]
+    return replace(job, allocator_config=",".join((*others, f"{EXPANDABLE}:True")))
 
 
 @overload

@@ -35,6 +35,7 @@ from pipette_launch.report.page.tables_and_bars import (
     trials_table,
 )
 from pipette_launch.report.plan import (
+    FIT_WORDS,
     checkpoint_words,
     difference,
     figures,
@@ -99,11 +100,11 @@ def tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
     else:
         saved_s = own.step_time_s - chosen.step_time_s
         remark = f"{seconds_text(saved_s)} of each step" if saved_s > 0 else "see why below"
-        remark = remark if own.fits else "but yours does not fit in memory"
+        remark = remark if own.fits else f"but yours {FIT_WORDS[own.verdict]}"
         found.append(("saved", "Saved", f"{saved_s / own.step_time_s:.1%}", remark))
     need = max(memory.need_bytes)
-    spare = memory.limit_bytes - need
-    fit = f"fits: {bytes_text(spare)} below the limit" if spare >= 0 else f"too much by {bytes_text(-spare)}"
+    spare, side = memory.limit_bytes - need, "below" if chosen.fits else "above"
+    fit = f"{chosen.verdict}: {bytes_text(abs(spare))} {side} the limit"
     found.append(("memory-need", "Memory, fullest device", bytes_text(need), fit))
     if chosen.rate:
         mfu = "" if chosen.rate.mfu is None else f", MFU {chosen.rate.mfu:.1%}"

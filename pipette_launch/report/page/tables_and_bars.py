@@ -113,7 +113,7 @@ def memory_view(plan: Plan, picture: Picture | None) -> dict[str, Any]:
     drawn = stages_drawn(needs)
     bars = []
     for stage in drawn:
-        total = bytes_text(needs[stage]) + (", too much" if needs[stage] > limit else "")
+        total = bytes_text(needs[stage]) + (", over the limit" if needs[stage] > limit else "")
         segments = [Segment(name, size, bytes_text(size)) for name, size in kinds[stage].items()]
         bars.append(bar(f"stage {stage}", segments, kinds=names, whole=whole, total=total))
     words = limit_words(limit, shown.free_bytes, shown.margin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from pipette_launch.cost.memory.overhead import (
     num_group_kinds,
     overhead_of,
     uncounted,
+    with_expandable_segments,
     workspace_bytes,
 )
 from pipette_launch.cost.memory.peak import peak_memory_bytes
@@ -395,6 +397,36 @@ def test_expandable_segments_reserve_less(config: str, dense: float, experts: fl
 
     assert [dense, experts] == [one.value for one in found]
     assert (dense != 1.03) == all("STAlloc's artifact (arXiv 2507.16274)" in one.source for one in found)
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "expected"),
+    [
+        ("", (), EXPANDABLE),
+        ("expandable_segments:False", (), EXPANDABLE),
+        ("roundup_power2_divisions:[256:1,>:4]", (), f"roundup_power2_divisions:[256:1,>:4],{EXPANDABLE}"),
+        (EXPANDABLE, (), None),
+        ("backend:cudaMallocAsync", (), None),
+        ("", ("--use-megatron-fsdp", "--use-nccl-ub"), None),
+    ],
+)
+def test_segments_can_expand_unless_the_allocator_or_megatron_refuses(
+    config: str, flags: tuple[str, ...], expected: str | None
+) -> None:
+    """The setting is added to the job's own options of the allocator, or replaces its opposite."""
+    changed = with_expandable_segments(replace(GPT, allocator_config=config, performance_flags=flags))
+
+    assert expected == (changed and changed.allocator_config)
+
+
+def test_the_least_bytes_leave_only_the_cache_out() -> None:
+    """The allocator's cache is the difference: 15 % of tensors and workspaces of a model with experts."""
+    moe = replace(GPT, model=tiny_model(num_experts=4, moe_layer_freq=(1, 1, 1, 1)))
+    found = overhead_of(moe, Layout(dp=8), device_kind="cuda", device_name="H100")
+    memory = found.need((40 * GIB,), 80 * GIB, memory_margin=0.08)
+
+    assert (40 * GIB + int(found.workspace.value) + found.outside_bytes,) == memory.least_bytes
+    assert memory.need_bytes[0] - memory.least_bytes[0] == math.ceil(0.15 * (40 * GIB + found.workspace.value))
 
 
 @pytest.mark.parametrize(("measured_with", "expected"), [(EXPANDABLE, 1.01), ("", 1.016)])

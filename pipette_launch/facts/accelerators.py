@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.files import check_numbers, table
+from pipette_launch.facts.files import ADDED_LATER, check_numbers, table
 from pipette_launch.text import GIB
 
 
@@ -94,6 +94,9 @@ class DeviceSpec:
     """Exponentials per second of all special function units, which compute the softmax of attention."""
     domain_hosts: int = 1
     """Number of hosts in one NVLink domain. Links between hosts of one domain are as fast as `within_host`."""
+    has_paired_links: bool = field(default=False, metadata=ADDED_LATER)
+    """True if no switch joins the devices of a host, so that each pair of devices has NVLinks of its own. `within_host`
+    is then the link of one pair, and a group in one host uses the links of all its pairs at the same time."""
     host_bytes_per_s: float = 0.0
     """Bandwidth to pinned memory of the host, in each direction, while all devices of a host copy. 0 = unknown."""
     compute_capability: int | None = None
@@ -170,6 +173,7 @@ class _Host(NamedTuple):
     words: str
     devices: int = 8
     domain_hosts: int = 1
+    has_paired_links: bool = False
 
 
 def _scaled(usual: Efficiency, matmul_share: float) -> Efficiency:
@@ -219,6 +223,8 @@ PCIE3, PCIE4, PCIE5, C2C = 12.5, 25.0, 50.0, 180.0
 NVLINK3 = (6.5, 230.0)
 NVLINK4 = (4.0, 360.0)
 NVLINK5 = (4.0, 720.0)
+# Six of an H100's 18 NVLinks join each pair of superchips in a host of four GH200 (CSCS's documentation of Alps).
+NVLINK4_PAIR = (4.0, 120.0)
 # A800 has 8 NVLinks and A100 has 12. H800 has 8 NVLinks and H100 has 18.
 NVLINK_400_AMPERE = (6.5, 153.0)
 NVLINK_400_HOPPER = (4.0, 160.0)
@@ -241,7 +247,12 @@ _HOSTS = {
         *(NVLINK4, PCIE5, EFA),
         "steps between hosts as published for nanotron's cluster (all-gather of 256 MB on 2 to 64 nodes)",
     ),
-    "GRACE": _Host(NVLINK4, 2 * C2C, HDR, "hosts of 4 superchips joined by NVLink, a card of 200 Gbit/s for each", 4),
+    "GRACE": _Host(
+        *(NVLINK4_PAIR, 2 * C2C, HDR),
+        "hosts of 4 superchips of 660 W as in Alps, 6 NVLinks for each pair, a card of 200 Gbit/s for each",
+        devices=4,
+        has_paired_links=True,
+    ),
     "HGX_B200": _Host(NVLINK5, PCIE5, NDR, _TO_CARD.format(400)),
     "HGX_B300": _Host(NVLINK5, PCIE5, XDR, _TO_CARD.format(800)),
     "NVL72_B200": _Host(NVLINK5, C2C, NDR, _RACK + _TO_CARD.format(400), 4, 18),
@@ -256,12 +267,34 @@ _HOSTS = {
 }
 
 
+ROWS = table("pipette_launch.facts", "devices")
+"""Table of NVIDIA's devices. Column `chip` has words that occur in every name of a device. Column `other_words` has
+words that occur only in some names."""
+_REFERENCES = {"HOPPER": "H100-SXM", "BLACKWELL": "B200", "ULTRA": "B300"}
+"""Device of each generation whose `matmul_share` gives the shares of devices with another power limit."""
+
+
+def _matmul_share(row: Mapping[str, str]) -> float:
+    """Return the share of the peak that large products reach: from the table, else from the device's power limit.
+
+    Products at full clock need more power than Hopper and Blackwell may draw. So their rate is assumed to grow with the
+    square root of the power for each FLOP/s of the peak. Public tests give H100-PCIe (350 W) a share of 0.61 and
+    H100-NVL (400 W) a share of 0.58; the square root gives 0.58 and 0.59. The power of GH200 is what remains for the
+    GPU: CPU and GPU share 660 W on Alps, and the CPU takes its part first (CSCS's documentation), about 100 W.
+    """
+    if row["matmul_share"]:
+        return float(row["matmul_share"])
+    usual = next(one for one in ROWS if one["name"] == _REFERENCES[row["generation"]])
+    watts_per_tflops, usual_watts = (float(one["watts"]) / float(one["half_tflops"]) for one in (row, usual))
+    return round(float(usual["matmul_share"]) * math.sqrt(watts_per_tflops / usual_watts), 3)
+
+
 def _device(row: Mapping[str, str]) -> DeviceSpec:
     """Convert a row of `data/devices.csv` to SI units.
 
     `matmul_share` of PCIe cards comes from public tests (github.com/mag-/gpu_benchmark,
     github.com/zzc0721/torch-performance-test-data), minus 7 %, because A100 and H100 are 7 % slower in training than in
-    such tests. Cards without a public test (A10, A30, A40, L20, H200-NVL) have the `matmul_share` of a similar chip. L4
+    such tests. Cards without a public test (A10, A30, A40, L20) have the `matmul_share` of a similar chip. L4
     cannot hold its clock for long, because its power limit is 72 W. GeForce cards have a `matmul_share` of 0.85,
     because short tests run above the clock of the data sheet. `multiprocessors` is doubled for Blackwell Ultra, whose
     multiprocessors have 32 special function units instead of 16. `half_tflops` is the 16-bit peak without sparsity and
@@ -280,7 +313,7 @@ def _device(row: Mapping[str, str]) -> DeviceSpec:
         memory_bytes=int(float(row["memory_gib"]) * GIB),
         within_host=Link(latency_s=within_us * 1e-6, bytes_per_s=within_gb * 1e9),
         between_hosts=Link(latency_s=between_us * 1e-6, bytes_per_s=between_gb * 1e9, shared_by=shared_by),
-        efficiency=_scaled(_GENERATIONS[generation], float(row["matmul_share"])),
+        efficiency=_scaled(_GENERATIONS[generation], _matmul_share(row)),
         source=(
             f"Peaks and memory bandwidth: NVIDIA's data sheet ({row['sheet']}, without sparsity); memory: the total "
             f"that torch reports; shares of peaks and links: usual figures; {host.words}."
@@ -288,12 +321,10 @@ def _device(row: Mapping[str, str]) -> DeviceSpec:
         devices_per_host=host.devices,
         exponentials_per_s=int(row["multiprocessors"]) * 16 * float(row["ghz"]) * 1e9,
         domain_hosts=host.domain_hosts,
+        has_paired_links=host.has_paired_links,
         host_bytes_per_s=host.host_gb_per_s * 1e9,
         compute_capability=compute_capability(row["name"]),
     )
 
 
-ROWS = table("pipette_launch.facts", "devices")
-"""Table of NVIDIA's devices. Column `chip` has words that occur in every name of a device. Column `other_words` has
-words that occur only in some names."""
 NVIDIA_DEVICES = tuple(map(_device, ROWS))

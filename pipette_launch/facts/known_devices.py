@@ -243,6 +243,7 @@ class DeviceFile:
             devices_per_host=self.devices_per_host or like.devices_per_host,
             exponentials_per_s=like.exponentials_per_s,
             domain_hosts=self.domain_hosts or like.domain_hosts,
+            has_paired_links=like.has_paired_links,
             host_bytes_per_s=self.host_bytes_per_s or like.host_bytes_per_s,
             compute_capability=int(self.compute_capability) if self.compute_capability else like.compute_capability,
         )

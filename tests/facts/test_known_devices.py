@@ -332,6 +332,29 @@ def test_peaks_are_those_of_data_sheets_without_sparsity(name: str, bf16: float,
     assert memory == pytest.approx(device.memory_bytes_per_s / 1e9)
 
 
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        ("H100-SXM", 0.72),
+        ("GH200-96GB", 0.72 * (560 / 700) ** 0.5),
+        ("H200-NVL", 0.72 * (600 / 835 / (700 / 989)) ** 0.5),
+        ("GB200-NVL72", 0.70 * (1200 / 2500 / (1000 / 2250)) ** 0.5),
+        ("GB300-NVL72", 0.76 * (1400 / 2500 / (1100 / 2250)) ** 0.5),
+    ],
+)
+def test_a_power_limit_lowers_the_rate_of_products(name: str, share: float) -> None:
+    """The share of the peak grows with the square root of the watts for each FLOP/s."""
+    assert share == pytest.approx(known_devices()[name].efficiency.matmul_share, abs=5e-4)
+
+
+def test_superchips_of_a_host_are_joined_in_pairs() -> None:
+    """Six of 18 NVLinks join each pair of GH200, and NVSwitches join the devices of all other hosts with NVLink."""
+    paired = [one for one in known_devices().values() if one.has_paired_links]
+
+    assert ["GH200-96GB", "GH200-144GB"] == [one.name for one in paired]
+    assert known_devices()["H100-SXM"].within_host.bytes_per_s / 3 == paired[0].within_host.bytes_per_s
+
+
 def test_only_rack_machines_have_a_domain_beyond_the_host() -> None:
     """NVL72: 18 trays of 4 devices share one NVLink domain."""
     wide = {name: one for name, one in known_devices().items() if one.domain_hosts > 1}

@@ -418,7 +418,8 @@ def _collective_times(
 
     For each group size the number of hosts doubles from the least possible number up to one member a host. In an
     all-to-all each member sends pieces to other NVLink domains through its own share of the network cards, and pieces
-    to its own domain through the domain's links.
+    to its own domain through the domain's links. If each pair of devices has links of its own, a member of a group in
+    one host sends to all other members at the same time, also in rings (NCCL builds several rings).
     """
     latency_s_HH = np.asarray(cluster.between_hosts.latency_s)
     byte_s_HH = cluster.between_hosts.seconds_per_byte
@@ -433,9 +434,10 @@ def _collective_times(
             per_host = range(-(-size // hosts))
             slots = [host * cluster.devices_per_host + local for host in range(hosts) for local in per_host]
             members = max(1, size // hosts)
+            inside_links = size - 1 if hosts == 1 and device.has_paired_links else 1
             for kind in _COLLECTIVES:
                 steps = num_steps(kind, size)
-                latency_s, step_byte_s = inside_latency_s, inside_byte_s
+                latency_s, step_byte_s = inside_latency_s, inside_byte_s / inside_links
                 if hosts > 1:
                     latency_s = max(latency_s, float(latency_s_HH[first, second].max()))
                     step_byte_s = max(inside_byte_s, float(byte_s_HH[first, second].max()) / members)

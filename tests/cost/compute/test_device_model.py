@@ -353,6 +353,17 @@ def test_an_exchange_across_hosts_goes_through_each_members_own_card() -> None:
     assert byte_s["all_gather"] == pytest.approx(3 / 4 / 20e9)
 
 
+def test_a_group_uses_the_links_of_all_its_pairs() -> None:
+    """Without a switch, a pair has one link of 100 GB/s, and each member of a group of 4 sends on three links."""
+    device = replace(GPU, has_paired_links=True)
+    found = imagined(job(), device, num_hosts=1, devices_per_host=4, layouts=[Layout(tp=2, dp=2), Layout(dp=4)])
+    byte_s = {(time.kind, len(time.slots)): time.seconds_per_byte for time in found.collectives}
+
+    assert 1 / 2 / 100e9 == pytest.approx(byte_s["all_gather", 2])
+    assert 3 / 4 / 300e9 == pytest.approx(byte_s["all_gather", 4])
+    assert 3 / 4 / 300e9 == pytest.approx(byte_s["all_to_all", 4])
+
+
 def test_groups_across_tiers_are_as_slow_as_their_slowest_link() -> None:
     """Behind half of the uplinks a ring of four hosts takes twice as long; within a leaf nothing changes."""
     fabric = FabricSpec(source="-", tiers=(Tier(name="leaf", hosts_per_group=2), Tier(name="spine", share=0.5)))

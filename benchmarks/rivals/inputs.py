@@ -106,7 +106,7 @@ class UnitPrices:
         slots_GK = slot_W[Groups.of(layout).tp]
         exchanged_2U = np.zeros_like(compute_2U)
         priced: dict[tuple[Collective, float], float] = {}
-        for item in exchanges(self._job, each, self._table.hiding(each)):
+        for item in exchanges(self._job, each, self._table.hiding(each), self._fabric.domain_slots):
             if item.group == "tp":
                 key = (item.kind, item.size_bytes)
                 if key not in priced:

@@ -19,6 +19,7 @@ from pipette_launch.cost.memory.overhead import MeasuredStages
 from pipette_launch.cost.memory.peak import peak_memory_bytes, peak_memory_columns
 from pipette_launch.cost.step.assemble import StepTime
 from pipette_launch.cost.step.predictor import PlacementCost, Predictor
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout, LayoutColumns
 from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, Measurements
@@ -218,6 +219,7 @@ class Uncertainty:
     def __init__(self, job: Job, table: ComputeTable, measurements: Measurements) -> None:
         self._job, self._table = job, table
         self._devices = measurements.cluster.devices_per_host
+        self._domain = Domains.of(measurements.cluster).smallest
         self._collectives = {
             (one.kind, len(one.slots), self._lies_across(np.array([one.slots])))
             for one in measurements.collectives
@@ -254,7 +256,7 @@ class Uncertainty:
         # hosts.
         parts = {
             part
-            for one in (collective_dimensions(self._job, layout) if self._collectives else ())
+            for one in (collective_dimensions(self._job, layout, self._domain) if self._collectives else ())
             for kind in one.kinds
             if (kind, one.ranks_GK.shape[1], self._lies_across(slot_W[one.ranks_GK])) not in self._collectives
             for part in one.parts

@@ -98,6 +98,15 @@ class Domains:
         """Sizes of the NVLink domains in devices, each different size once."""
         return frozenset(count * self.devices_per_host for count in Counter(self.domain_H).values())
 
+    @property
+    def smallest(self) -> int:
+        """Devices of the smallest NVLink domain, by which exchanges of experts are priced.
+
+        Without NVLink between hosts, each host is a domain. Backends that depend on domains need groups that fill each
+        domain, so no group that may run is larger than the smallest domain but smaller than another.
+        """
+        return min(self.domain_devices)
+
     def first(self, num_hosts: int) -> Domains:
         """Return the domains of the first `num_hosts` hosts. The domains are unknown if the job has fewer hosts."""
         domain_H = self.domain_H[:num_hosts] if num_hosts <= len(self.domain_H) else ()

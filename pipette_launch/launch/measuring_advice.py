@@ -26,6 +26,7 @@ from pipette_launch.cost.layers.parameters import has_two_embeddings
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PipetteError, PlanError
 from pipette_launch.facts import Choice, Job, Layout, Plan, files
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.messages import Advice, Dimension, MeasuringQuestion, StageCase
 from pipette_launch.planning.plan import best_plan
 from pipette_launch.search.solve import SolveOptions
@@ -60,10 +61,10 @@ def advise(question: MeasuringQuestion, options: SolveOptions, clock: Callable[[
     except PlanError as error:
         return Advice(words=f"the measurements so far give no plan: {error}")
     shortlist = shortlisted(plan)
-    first = shortlist[0].layout.words()
+    first, domains = shortlist[0].layout.words(), Domains.of(measured.cluster)
     return Advice(
-        host_pairs=host_pairs(job, shortlist, plan.devices_per_host),
-        dimensions=dimensions(job, shortlist),
+        host_pairs=host_pairs(job, shortlist, domains),
+        dimensions=dimensions(job, shortlist, domains),
         stages=stage_cases(job, shortlist, ComputeTable(job, measured)),
         words=f"{len(shortlist)} {plural('plan', len(shortlist))} shortlisted in {plan.solve_s:.1f} s, first {first}",
     )
@@ -75,24 +76,24 @@ def shortlisted(plan: Plan) -> tuple[Choice, ...]:
     return tuple(found.values())[::-1]
 
 
-def host_pairs(job: Job, shortlist: Sequence[Choice], devices_per_host: int) -> tuple[tuple[int, int], ...]:
+def host_pairs(job: Job, shortlist: Sequence[Choice], domains: Domains) -> tuple[tuple[int, int], ...]:
     """Return the pairs of hosts (lower, higher index) that exchange data in a plan, the first plan's pairs first."""
     found: dict[tuple[int, int], None] = {}
     for choice in shortlist:
         slot_W = np.argsort(np.array(choice.placement, dtype=np.int64))
-        for pairs_N2 in _talking(job, choice):
-            host_N2 = slot_W[pairs_N2] // devices_per_host
+        for pairs_N2 in _talking(job, choice, domains):
+            host_N2 = slot_W[pairs_N2] // domains.devices_per_host
             ordered_N2 = np.sort(host_N2[host_N2[:, 0] != host_N2[:, 1]], axis=1)
             found.update(dict.fromkeys((one, other) for one, other in np.unique(ordered_N2, axis=0).tolist()))
     return tuple(found)
 
 
-def dimensions(job: Job, shortlist: Sequence[Choice]) -> tuple[Dimension, ...]:
+def dimensions(job: Job, shortlist: Sequence[Choice], domains: Domains) -> tuple[Dimension, ...]:
     """Return the groups of slots of each parallel dimension without duplicates, first the first plan's groups."""
     found: dict[tuple[tuple[int, ...], ...], Dimension] = {}
     for choice in shortlist:
         slot_W = np.argsort(np.array(choice.placement, dtype=np.int64))
-        for group in collective_dimensions(job, choice.layout):
+        for group in collective_dimensions(job, choice.layout, domains.smallest):
             groups = tuple(sorted(tuple(row) for row in np.sort(slot_W[group.ranks_GK], axis=1).tolist()))
             made = Dimension(name=group.name, kinds=tuple(group.kinds), groups=groups, most_bytes=group.most_bytes)
             known = found.setdefault(groups, made)
@@ -128,7 +129,7 @@ def stage_cases(job: Job, shortlist: Sequence[Choice], table: ComputeTable) -> t
     return tuple(found.values())[:MOST_STAGES]
 
 
-def _talking(job: Job, choice: Choice) -> Iterator[Ints]:
+def _talking(job: Job, choice: Choice, domains: Domains) -> Iterator[Ints]:
     """Yield pairs of ranks that exchange data: neighbours in pipelines and rings, and all pairs of an all-to-all."""
     layout, groups = choice.layout, Groups.of(choice.layout)
     if layout.pp > 1:
@@ -137,7 +138,7 @@ def _talking(job: Job, choice: Choice) -> Iterator[Ints]:
         yield groups.forward_hop if layout.vpp > 1 else groups.forward_hop[:-lanes]
         if has_two_embeddings(job.model):
             yield groups.embedding
-    for one in collective_dimensions(job, choice.layout):
+    for one in collective_dimensions(job, choice.layout, domains.smallest):
         size = one.ranks_GK.shape[1]
         steps = range(1, size // 2 + 1) if "all_to_all" in one.kinds else (1,)
         for step in steps:

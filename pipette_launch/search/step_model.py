@@ -114,8 +114,7 @@ class View:
         size, spans, fewest = spread
         scale = self.model.fabric.scale(kind, size)
         per_byte = float(scale.bytes_factor[spans]) * size_bytes * chunk_share(kind, size)
-        if scale.is_measured:
-            per_byte /= float(links_together(kind, np.array(fewest)))
+        per_byte /= float(links_together(kind, np.array(fewest)))
         # Compute in place, because on many hosts each copy of the matrix takes longer than the arithmetic.
         seconds: Floats = self.per_byte_s_HH * (num_steps(kind, size) * per_byte)
         seconds += self.latency_s_HH * (num_steps(kind, size) * float(scale.latency_factor[spans]))

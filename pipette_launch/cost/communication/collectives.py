@@ -219,7 +219,6 @@ class Scale(NamedTuple):
     """Factor on each link's time per byte, to be divided by a group's `links_together`."""
     least_bytes_factor: Floats
     """`bytes_factor` divided by the largest number of links that a group can use at the same time."""
-    is_measured: bool
 
 
 class _MeasuredGroup:
@@ -271,9 +270,9 @@ class Routes(NamedTuple):
     """Links of rings or sends, looked up once to price tensors of many sizes."""
 
     hosts_G: Ints
-    """Number of hosts of each group; 0 if no measurement depends on this number."""
+    """Number of hosts of each group; 0 for sends, which no measurement corrects."""
     fewest_G: Ints
-    """Members of each group on the host with the fewest members; 1 on a single host, or if no measurement needs it."""
+    """Members of each group on the host with the fewest members; 1 on a single host, and for sends."""
     latency_s_GL: Floats
     seconds_per_byte_GL: Floats
 
@@ -296,8 +295,7 @@ class Fabric:
         self.cluster = cluster
         self._table = LinkTable(cluster)
         self.host_S = self._table.host_S
-        self.domain_slots = min(Domains.of(cluster).domain_devices)
-        """Number of slots of the smallest NVLink domain; without NVLink between hosts, each host is a domain."""
+        self.domain_slots = Domains.of(cluster).smallest
         self._best_across = best_links([cluster.between_hosts])
         self._best_within = best_links(cluster.within_host)
         for measured in collectives:
@@ -359,7 +357,8 @@ class Fabric:
         links for one array, so `seconds_G` prices an all-to-all in pieces.
         """
         if kind == "send":
-            return self._routes(self._unknown_spread(slots_GK), slots_GK[:, :1], slots_GK[:, 1:2])
+            alone_G = np.ones(len(slots_GK), dtype=np.int64)
+            return self._routes((0 * alone_G, alone_G), slots_GK[:, :1], slots_GK[:, 1:2])
         return self._routes(self._spread(slots_GK), slots_GK, np.roll(slots_GK, -self.ring_shift(kind), axis=1))
 
     def ring_shift(self, kind: Collective) -> int:
@@ -375,31 +374,21 @@ class Fabric:
         return Routes(*spread, self._table.latency_s_L.take(links), self._table.seconds_per_byte_L.take(links))
 
     def _spread(self, slots_GK: Ints) -> tuple[Ints, Ints]:
-        """Count each group's hosts, and its members on the host with fewest members, if a measurement needs both."""
-        return spread_over_hosts(self.host_S[slots_GK]) if self._measured else self._unknown_spread(slots_GK)
-
-    @staticmethod
-    def _unknown_spread(slots_GK: Ints) -> tuple[Ints, Ints]:
-        return np.zeros(len(slots_GK), dtype=np.int64), np.ones(len(slots_GK), dtype=np.int64)
+        return spread_over_hosts(self.host_S[slots_GK])
 
     def _step_s_G(self, kind: Collective, size: int, routes: Routes, size_bytes: float | Floats) -> Floats:
         """Return the seconds of a chunk on the slowest link that the groups use in one step of a collective."""
         scale = self.scale(kind, size)
-        latency_s, per_byte_s = routes.latency_s_GL, routes.seconds_per_byte_GL
-        if scale.is_measured:
-            latency_s = latency_s * scale.latency_factor[routes.hosts_G][:, None]
-            factor_G = scale.bytes_factor[routes.hosts_G] / links_together(kind, routes.fewest_G)
-            per_byte_s = per_byte_s * factor_G[:, None]
+        latency_s = routes.latency_s_GL * scale.latency_factor[routes.hosts_G][:, None]
+        factor_G = scale.bytes_factor[routes.hosts_G] / links_together(kind, routes.fewest_G)
+        per_byte_s = routes.seconds_per_byte_GL * factor_G[:, None]
         chunk = np.asarray(size_bytes, dtype=np.float64) * chunk_share(kind, size)
         step_s_GL = per_byte_s * (chunk[:, None] if chunk.ndim else chunk)
         step_s_GL += latency_s
         return np.asarray(step_s_GL.max(axis=1))
 
     def _steps_s(self, kind: Collective, size: int, hosts_G: Ints, step_s_G: Floats) -> Floats:
-        scale = self.scale(kind, size)
-        if scale.is_measured:
-            step_s_G = step_s_G + scale.extra_latency_s[hosts_G]
-        return num_steps(kind, size) * step_s_G
+        return num_steps(kind, size) * (step_s_G + self.scale(kind, size).extra_latency_s[hosts_G])
 
     def bound_s(self, kind: Collective, size: int, size_bytes: float) -> float:
         """Return a lower bound of the seconds of any group of `size` slots, as if all its links were the best link.
@@ -495,8 +484,7 @@ class Fabric:
         hosts = np.arange(num_hosts + 1)
         # A group uses most links at the same time if all its hosts have the same number of its members.
         fewest = np.where(hosts > 1, np.maximum(size // np.maximum(hosts, 1), 1), 1)
-        together = links_together(kind, fewest) if candidates else 1
-        return Scale(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 2] / together, is_measured=bool(candidates))
+        return Scale(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 2] / links_together(kind, fewest))
 
 
 def _nearest(candidates: Sequence[_MeasuredGroup], size: int, *, across: bool) -> list[_MeasuredGroup]:

@@ -139,7 +139,7 @@ _CROSS_ENTROPY_REDUCTIONS = 3
 """Reductions over tp in the loss: largest logit, logit of the target, sum of exponentials (cross_entropy.py)."""
 
 
-def exchanges(job: Job, layout: Layout, hiding: Hiding, domain: int = 1) -> tuple[Exchange, ...]:
+def exchanges(job: Job, layout: Layout, hiding: Hiding, domain: int) -> tuple[Exchange, ...]:
     """Return the collectives of a micro-batch with the seconds that compute hides; see `exchanges_of`."""
     return tuple(
         replace(item, hidden_s=hiding.seconds(item.behind) * item.behind_share) if item.behind else item
@@ -382,7 +382,7 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
     step. The prediction takes the time of an all-reduce over all replicas instead. FSDP gathers parameters outside the
     layers once a step if they stay gathered from pass to pass.
     """
-    sharding, copies = parameters.sharding_of(job), parameters.shard_copies(job)
+    sharding, copies, replicas = parameters.sharding_of(job), parameters.shard_copies(job), layout.dp * layout.cp
     gradient, chunks = parameters.reduced_gradient_bytes(job), parameters.chunk_parameters(job.model, layout)
     dense = expert = float(gradient)
     if sharding and sharding.gradients:
@@ -409,7 +409,7 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
         parameter_bytes=tuple((dense * gathered, expert * gathered) for dense, expert in sent),
         # Only the first chunk of pipeline rank 0 has several buckets, and only with overlap (param_and_grad_buffer.py).
         num_buckets=tuple(
-            1 if stage or not layout.overlap_grad_reduce else int(num_buckets(chunk.count, layout.dp * layout.cp))
+            1 if stage or not layout.overlap_grad_reduce else int(num_buckets(chunk.dense, chunk.expert, replicas))
             for stage, chunk in enumerate(chunks)
         ),
         resident_parameters=tuple(int(parameters.resident_parameters(job, *rank, layout)) for rank in ranks),
@@ -418,14 +418,15 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
     )
 
 
-def num_buckets(num_parameters: Ints | int, replicas: Ints | int) -> Ints:
+def num_buckets(dense: Ints | int, expert: Ints | int, replicas: Ints | int) -> Ints:
     """Return the number of gradient buckets that are reduced during the backward.
 
     A bucket has 40 million parameters, or 1 million parameters for each replica. Megatron takes the larger of these
-    two bucket sizes (distributed_data_parallel.py). `replicas` is the product dp * cp.
-    `num_parameters` and `replicas` are numbers or arrays.
+    two bucket sizes, also for the parameters of experts, which have a buffer of their own
+    (distributed_data_parallel.py). `replicas` is the product dp * cp. All arguments are numbers or arrays.
     """
-    return np.asarray(-(-num_parameters // np.maximum(40_000_000, 1_000_000 * replicas)))
+    bucket = np.maximum(40_000_000, 1_000_000 * replicas)
+    return np.asarray(-(-dense // bucket) - (-expert // bucket))
 
 
 class Waits(NamedTuple):
@@ -485,10 +486,11 @@ class CollectiveDimension(NamedTuple):
     """Parts of a step that contain these collectives (`StepTime.breakdown_s`)."""
 
 
-def collective_dimensions(job: Job, layout: Layout) -> Iterator[CollectiveDimension]:
+def collective_dimensions(job: Job, layout: Layout, domain: int) -> Iterator[CollectiveDimension]:
     """Yield the collectives of each parallel dimension that has at least 2 ranks.
 
     Dimensions whose collectives run once a step come first, because compute hides the least of these large tensors.
+    `domain` is the number of slots in one NVLink domain, which decides the bytes of `flex` dispatchers.
     """
     groups = Groups.of(layout, instances=parameters.shard_copies(job))
     reduced: tuple[CollectiveKind, ...] = ("all_reduce",)
@@ -499,7 +501,7 @@ def collective_dimensions(job: Job, layout: Layout) -> Iterator[CollectiveDimens
     found = [CollectiveDimension("dp", reduced, groups.dp_cp, dense, parts)]
     if job.model.num_experts:
         found.append(CollectiveDimension("expert dp", reduced, groups.expert_dp, expert, parts))
-    sent = exchanges(job, layout, Hiding())
+    sent = exchanges(job, layout, Hiding(), domain)
     for name in dict.fromkeys(one.group for one in sent):
         mine = [one for one in sent if one.group == name]
         kinds = tuple(dict.fromkeys(one.kind for one in mine if one.kind != "send"))

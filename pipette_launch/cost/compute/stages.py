@@ -292,9 +292,8 @@ class ComputeTable:
         layer = sum((part[kind] * share for kind, share in shares.items()), Passes())
         column = sum((part[kind] * (share * column_share(model, kind)) for kind, share in shares.items()), Passes())
         whole = {kind: self._whole_layer(layout, part, kind) for kind in model.possible_kinds}
-        core = part.get(_CORE)
         return Hiding(
-            core_attention_s=core.forward_s if core else layer.forward_s * attention_core_share(model, kinds[0]),
+            core_attention_s=self._core_s(part, kinds),
             input_grad_s=column.backward_s - column.weight_grad_s,
             weight_grad_s=column.weight_grad_s,
             forward_s=column.forward_s,
@@ -302,6 +301,14 @@ class ComputeTable:
             layers_s={("forward", kind): one.forward_s for kind, one in whole.items()}
             | {("backward", kind): one.backward_s + one.recompute_s for kind, one in whole.items()},
         )
+
+    def _core_s(self, part: Mapping[str, Passes], kinds: Sequence[LayerKind]) -> float:
+        """Return the forward seconds of scores and context in a layer that has attention: measured, else by FLOPs."""
+        if _CORE in part:
+            return part[_CORE].forward_s
+        shares = [(kind, attention_core_share(self._job.model, kind)) for kind in kinds]
+        found_s = [part[kind].forward_s * share for kind, share in shares if share > 0]
+        return sum(found_s) / len(found_s) if found_s else 0.0
 
     def part_seconds(self, case: ComputeCase) -> dict[str, float] | None:
         """Return the seconds of forward and backward of each part, by its name (`layer`, ..); None if unknown."""

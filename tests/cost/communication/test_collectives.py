@@ -153,10 +153,11 @@ def uneven_cluster(seed: int, *, hosts: int = 2, devices: int = 2) -> Cluster:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        # Four slots on two hosts: the slowest link has 1e-4 s and 1e8 bytes/s; a chunk of 1000 bytes takes 1.1e-4 s.
-        ("all_reduce", 6 * 1.1e-4),
-        ("all_gather", 3 * 1.1e-4),
-        ("reduce_scatter", 3 * 1.1e-4),
+        # Four slots on two hosts: the slowest link has 1e-4 s and 1e8 bytes/s, and a ring has two such links. A chunk
+        # of 1000 bytes takes 1.05e-4 s in a ring, and 1.1e-4 s in an all-to-all.
+        ("all_reduce", 6 * 1.05e-4),
+        ("all_gather", 3 * 1.05e-4),
+        ("reduce_scatter", 3 * 1.05e-4),
         ("all_to_all", 3 * 1.1e-4),
     ],
 )
@@ -261,7 +262,7 @@ def test_what_crowds_a_host_slows_no_wire(kind: Collective, factor: int) -> None
 
     assert inside.seconds(kind, (0, 1), size_bytes) == pytest.approx(4.0)
     assert inside.seconds(kind, across, size_bytes) == pytest.approx(
-        factor * plain.seconds(kind, across, size_bytes) / 2, rel=1e-2
+        factor * plain.seconds(kind, across, size_bytes), rel=1e-2
     )
 
 
@@ -292,6 +293,16 @@ def test_the_host_with_the_fewest_members_limits_a_ring(slots: tuple[int, ...], 
     fabric = Fabric(tiny_cluster(2, 8), [alone])
 
     assert expected_s == pytest.approx(fabric.seconds("all_gather", slots, 64 << 20), rel=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_rings_use_all_links_of_a_host_without_measured_collectives(kind: Collective) -> None:
+    """Links were measured while all eight slots of a host sent, so a ring of sixteen has eight times a link's rate."""
+    fabric = Fabric(tiny_cluster(2, 8, latency_s=0.0))
+    steps_s = num_steps(kind, 16) * 1e6 / 1e8 / 8
+
+    assert steps_s == pytest.approx(fabric.seconds(kind, range(16), 16e6))
+    assert steps_s == pytest.approx(fabric.bound_s(kind, 16, 16e6))
 
 
 def test_an_uneven_group_that_was_measured_prices_even_ones() -> None:
@@ -372,7 +383,8 @@ def test_a_ring_stands_in_for_another_ring_and_only_for_that() -> None:
     fabric = Fabric(tiny_cluster(1, 2), [measured("all_reduce", (0, 1))])
 
     assert fabric.seconds("reduce_scatter", (0, 1), 1000) == pytest.approx(2e-3 - 1e-5 + 4e-8 * 1000)
-    assert not fabric.scale("all_to_all", 2).is_measured
+    plain = Fabric(tiny_cluster(1, 2))
+    assert plain.seconds("all_to_all", (0, 1), 1000) == fabric.seconds("all_to_all", (0, 1), 1000)
 
 
 def test_a_measured_group_lies_on_the_cluster() -> None:

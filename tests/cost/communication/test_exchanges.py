@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from facts_for_tests import expert_groups, groups_of, tiny_job, tiny_model
 
+from pipette_launch.cost.communication import exchanges as exchanges_module
 from pipette_launch.cost.communication.exchanges import (
     Groups,
     Ranks,
     Waits,
-    exchanges,
     group_sizes,
+    num_buckets,
     step_traffic,
 )
 from pipette_launch.cost.layers.block import residual_bytes
@@ -98,6 +99,11 @@ def test_copies_of_shards_are_consecutive_members() -> None:
 
 FULL = Recompute(granularity="full", method="block", num_layers=1)
 Row = tuple[str, str, float, tuple[float, ...], tuple[float, ...]]
+
+
+def exchanges(job: Job, layout: Layout, hiding: Hiding, domain: int = 1) -> tuple[Exchange, ...]:
+    """The exchanges on hosts of one device each, without NVLink between them, unless `domain` has more slots."""
+    return exchanges_module.exchanges(job, layout, hiding, domain)
 
 
 def rows(job: Job, layout: Layout) -> list[Row]:
@@ -575,3 +581,10 @@ def test_prediction_copies_the_embedding_of_an_untied_head_too() -> None:
     ]
 
     assert [0, 4 * 64 * 256, 0] == found
+
+
+def test_buffers_of_dense_and_expert_parameters_have_buckets_of_their_own() -> None:
+    """With 8 replicas a bucket has 40 M parameters: 41 M and 10 M are 2 + 1 buckets, and with 64 replicas 1 + 1."""
+    assert 3 == num_buckets(41_000_000, 10_000_000, 8)
+    assert 2 == num_buckets(41_000_000, 10_000_000, 64)
+    assert [2, 3] == num_buckets(np.array([41_000_000] * 2), np.array([0, 10_000_000]), 8).tolist()

@@ -331,6 +331,21 @@ def test_a_transformer_written_as_a_pattern_costs_the_same() -> None:
     assert sum(one.forward_idle_s for one in parts) == pytest.approx(whole["moe_layer"].forward_idle_s)
 
 
+@pytest.mark.parametrize("pattern", ["M*-M", "*MM-"])
+def test_attention_hides_the_ring_of_a_pattern_that_begins_with_another_layer(pattern: str) -> None:
+    """If no core was timed, its seconds are the share of an attention layer's FLOPs, whichever layer is first."""
+    hybrid = HybridLayers(pattern=pattern, mamba_state_dim=16, mamba_num_heads=8, mamba_head_dim=16, mamba_num_groups=4)
+    one = tiny_job(model=tiny_model(params_dtype="bf16", num_layers=4, hybrid=hybrid))
+    layout = Layout(cp=2, dp=2)
+    found = imagined(one, GPU, num_hosts=1, devices_per_host=4, layouts=[layout])
+    without = replace(found, compute=tuple(time for time in found.compute if time.part != "core_attention"))
+    (forward_s,) = [time.forward.median_s for time in found.compute if time.part == "attention_layer"]
+    share = attention_core_share(one.model, "attention_layer")
+
+    assert share > 0
+    assert share * forward_s == pytest.approx(ComputeTable(one, without).hiding(layout).core_attention_s)
+
+
 def test_groups_across_hosts_use_all_cards() -> None:
     """A ring of 4 on 2 hosts has two shares of 10 GB/s, one member a host has one."""
     layouts = [Layout(dp=4), Layout(dp=2, tp=2)]

@@ -215,7 +215,8 @@ def peak_live_bytes(
     kept_S, for_weight_S = np.array(chunk_bytes, dtype=np.int64), np.array(waiting_bytes, dtype=np.int64)
     # Rows in the order of `facts.schedule.KINDS`: F, B, I, W.
     change_KS = np.array([kept_S, -kept_S, for_weight_S - kept_S, -for_weight_S])
-    delta_A = change_KS[schedule.columns.kind_A, schedule.columns.stage_A]
+    columns = schedule.columns
+    delta_A = change_KS[columns.kind_A, columns.stage_A]
     first_P = np.cumsum([len(actions) for actions in schedule.ranks])[:-1]
     return tuple(int(np.cumsum(delta).max()) for delta in np.split(delta_A, first_P))
 

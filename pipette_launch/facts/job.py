@@ -75,6 +75,8 @@ class PerformanceOptions:
     fp4_param_gather: bool = False
     fp8: str | None = field(default=None, metadata={"flag": "--fp8-format"})
     """FP8 format of the layers, `e4m3` or `hybrid`. With None, the layers do not use FP8."""
+    fp8_output_proj: bool = False
+    """True if the output layer runs in FP8 too."""
     fp8_param_gather: bool = False
     fp8_recipe: str = "delayed"
     num_layers_at_end_in_bf16: int = 1

@@ -8,9 +8,9 @@ seconds of a pass = max(host, device), with
 
 Peak and share depend on the number format of a product. With FP8 or FP4, Transformer Engine's linears inside
 transformer layers run in FP8 or FP4. A linear casts its input once in the forward and its output's gradient once in the
-backward. Each cast to FP8 or FP4 makes a copy by rows and a copy by columns. All other work stays in 16 bits:
-attention's products, embedding, output layer, router, norms, activations, dispatch, and the reduction of gradients
-(megatron-core, fp8_utils.py).
+backward. Each cast to FP8 or FP4 makes a copy by rows and a copy by columns. The output layer does so too under
+`--fp8-output-proj`. All other work stays in 16 bits: attention's products, embedding, router, norms, activations,
+dispatch, and the reduction of gradients (megatron-core, fp8_utils.py).
 """
 
 from __future__ import annotations

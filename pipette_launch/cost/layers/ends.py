@@ -109,7 +109,8 @@ def head_loads(job: Job, layout: Layout) -> PassLoads:
     """Return the work of final norm, product with the vocabulary, and cross-entropy.
 
     Megatron's loss reads or writes the logits about ten times in fp32, by cast, maximum, subtraction, exponential, sum,
-    division and scaling. TE's cross-entropy reads the logits twice, and overwrites them with their gradients.
+    division and scaling. TE's cross-entropy reads the logits twice, and overwrites them with their gradients. The
+    product runs in 16 bits, or with `--fp8-output-proj` in the format of the layers' linears.
     """
     model, options, sizes = job.model, performance_options(job), Sizes(job.model, layout)
     vocabulary, dtype, norm = _vocabulary(model, layout), model.dtype_bytes, 2 * sizes.residual_bytes
@@ -118,7 +119,7 @@ def head_loads(job: Job, layout: Layout) -> PassLoads:
     backward = 2 * norm + logits * (8 + 4 + dtype)
     if options.cross_entropy_loss_fusion and options.cross_entropy_fusion_impl == "te":
         forward, backward = norm + 3 * logits * dtype, 2 * norm + 2 * logits * dtype
-    return matrix(sizes.tokens, vocabulary, model.hidden_size, is_linear=False) + PassLoads(
+    return matrix(sizes.tokens, vocabulary, model.hidden_size, is_linear=options.fp8_output_proj) + PassLoads(
         forward=Load(moved_bytes=forward, kernels=14),
         input_grad=Load(moved_bytes=backward, kernels=8),
         weight_grad=Load(kernels=1),

@@ -506,7 +506,8 @@ class _UpdatePrices:
         )
         self.optimizer_s_TP = optimizer_s_PT.T * tables.fastest
         # Number of gradient buckets of the first stage; later stages have one bucket.
-        self.buckets_T = num_buckets(*(each_TVP[:, 0, 0] for each_TVP in counts), groups.dp * groups.cp)
+        dense_T, expert_T = (each_TVP[:, 0, 0] for each_TVP in counts)
+        self.buckets_T = num_buckets(dense_T, expert_T, groups.dp * groups.cp)
         self.embedding_s_T = tables.embedding_s_N(groups)
         self.aligns_gathers = Waits.of(job, int(columns.vpp[0]), tables.compute.device_kind).aligns_gathers
 

@@ -331,6 +331,23 @@ def test_a_transformer_written_as_a_pattern_costs_the_same() -> None:
     assert sum(one.forward_idle_s for one in parts) == pytest.approx(whole["moe_layer"].forward_idle_s)
 
 
+def test_the_output_layer_runs_in_fp8_by_its_own_flag() -> None:
+    """The head's product is in FP8 only with --fp8-output-proj, and its norm and loss stay in 16 bits."""
+    fp8 = ("--fp8-format hybrid", "--fp8-recipe delayed")
+    model = tiny_model(params_dtype="bf16", transformer_impl="transformer_engine", vocab_size=100_000)
+    plain, narrow = (
+        tiny_job(model=model, performance_flags=flags, megatron_version="0.18.0")
+        for flags in (fp8, (*fp8, "--fp8-output-proj"))
+    )
+    loads = [head_loads(one, Layout()).forward for one in (plain, narrow)]
+    rows, depth = (getattr(loads[0].products[0], side) for side in "mk")
+
+    assert [False, True] == [load.products[0].is_linear for load in loads]
+    assert loads[0].moved_bytes == loads[1].moved_bytes
+    assert device_s(DEVICE, precision(*fp8), loads[1]) < device_s(DEVICE, precision(*fp8), loads[0])
+    assert rows * depth == loads[1].cast_elements
+
+
 @pytest.mark.parametrize("pattern", ["M*-M", "*MM-"])
 def test_attention_hides_the_ring_of_a_pattern_that_begins_with_another_layer(pattern: str) -> None:
     """If no core was timed, its seconds are the share of an attention layer's FLOPs, whichever layer is first."""

@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -28,11 +29,12 @@ from torch.distributed.elastic.rendezvous import registry
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher
 
-from pipette_launch.agent import rendezvous, rendezvous_handler, signals, workers
+from pipette_launch.agent import rendezvous, rendezvous_handler, signals, signature, workers
 from pipette_launch.agent.controller import Controller, WorkerCommand
 from pipette_launch.agent.membership import LEFT_OUT, Membership, Rejoin
 from pipette_launch.agent.phases import Attempt, FirstIteration, PhaseBeforeTraining
-from pipette_launch.agent.store import RoundOver, RoundStore, await_all, say_goodbye
+from pipette_launch.agent.signature import Signer
+from pipette_launch.agent.store import RoundOver, RoundStore, await_all, open_store, say_goodbye
 from pipette_launch.agent.streams import NoLogs, Streams, WatchedLogs
 from pipette_launch.agent.trial import TrialRun
 from pipette_launch.agent.warmup import SETTLE_S, Warmup
@@ -64,6 +66,7 @@ class PipetteAgent(LocalElasticAgent):
         controller: Controller,
         rendezvous_settings: rendezvous.RendezvousSettings,
         termination: signals.Termination,
+        signer: Signer,
         **kwargs: Any,
     ) -> None:
         # If TORCH_ELASTIC_WORKER_IDENTICAL is set, torch assigns ranks without asking the nodes.
@@ -101,7 +104,9 @@ class PipetteAgent(LocalElasticAgent):
         self._token = controller.begin(
             script, num_slots=spec.local_world_size, address=self._address, interruption=SignalException
         )
-        self._membership = Membership(self._token, self._address, rendezvous_settings.node_rank, spec.role)
+        self._membership = Membership(
+            self._token, self._address, rendezvous_settings.node_rank, spec.role, signer=signer
+        )
 
     @property
     def is_training(self) -> bool:
@@ -173,7 +178,7 @@ class PipetteAgent(LocalElasticAgent):
         key, self._store_of_phase = f"store/{decision.key}", None
         if 0 in ranks:
             # Use any free port of the node of RANK 0, because this node may not be the host of the rendezvous.
-            self._store_of_phase = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            self._store_of_phase = open_store(self._address)
             round_store.put(key, f"{self._address} {self._store_of_phase.port}")
         place = round_store.take(key, what="the store of RANK 0", deadline_s=PEER_WAIT_S)
         worker_group.master_addr, port = place.split()
@@ -383,11 +388,16 @@ class PipetteAgent(LocalElasticAgent):
 
 
 def run(
-    args: Namespace, make_controller: Callable[[rendezvous.RendezvousSettings], Controller], *, advice: str = ""
+    args: Namespace,
+    make_controller: Callable[[rendezvous.RendezvousSettings], Controller],
+    *,
+    advice: str = "",
+    secret_folder: Path | None = None,
 ) -> None:
     """Run a job as torchrun would, with Pipette's agent instead of torch's; all code around the agent is torch's own.
 
-    `advice` is the last sentence of error messages about launchers that fail to meet.
+    `advice` is the last sentence of error messages about launchers that fail to meet. `secret_folder` is the folder for
+    the user's secret; None if the user has no home folder.
     """
     drop_shared_monitor(os.environ, num_workers=torchrun.determine_local_world_size(args.nproc_per_node))
     is_tcp = args.rdzv_backend in ("static", "c10d") and not rendezvous.is_file(args)
@@ -398,6 +408,7 @@ def run(
     settings = rendezvous.settle(args, advice=advice)
     allow_connections(settings.most_nodes, torchrun.determine_local_world_size(args.nproc_per_node))
     rendezvous_handler.await_store(settings)
+    signer = signature.find(secret_folder, os.environ, most_nodes=settings.most_nodes)
     controller = make_controller(settings)
     agent: PipetteAgent | None = None
     termination = signals.Termination()
@@ -405,7 +416,12 @@ def run(
     def make_agent(*words: Any, **more: Any) -> PipetteAgent:
         nonlocal agent
         agent = PipetteAgent(
-            *words, **more, controller=controller, rendezvous_settings=settings, termination=termination
+            *words,
+            **more,
+            controller=controller,
+            rendezvous_settings=settings,
+            termination=termination,
+            signer=signer,
         )
         return agent
 
@@ -416,7 +432,10 @@ def run(
         _in_place_of(launcher, "LocalElasticAgent", make_agent),
         _in_place_of(registry, "get_rendezvous_handler", _explaining(registry.get_rendezvous_handler, settings, conf)),
     ):
-        torchrun.run(args)  # type: ignore[no-untyped-call]
+        try:
+            torchrun.run(args)  # type: ignore[no-untyped-call]
+        finally:
+            signer.end()
 
 
 def allow_connections(num_nodes: int, num_workers: int) -> None:

@@ -7,12 +7,23 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeAlias
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import Store
 
 from pipette_launch.agent.peers import GONE, SILENT, PeerWatch, ReachSweep, answers, connected, why_unreachable
-from pipette_launch.agent.store import BROKEN, AgentStore, Reader, RoundStore, StoreGone, growing_pauses, parent_of
+from pipette_launch.agent.signature import Signer
+from pipette_launch.agent.store import (
+    BROKEN,
+    AgentStore,
+    Reader,
+    RoundStore,
+    StoreGone,
+    growing_pauses,
+    open_store,
+    parent_of,
+)
 from pipette_launch.defaults import FIRST_ANSWER_S, HAND_ON_S, HOST_SILENCE_S, PEER_WAIT_S, PROBE_S, PROOF_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
@@ -42,11 +53,15 @@ class Rejoin(Exception):  # noqa: N818
 class Membership:
     """One agent's knowledge of all agents of its job."""
 
-    def __init__(self, token: str, address: str, node_rank: int, role: str = "default") -> None:
-        self._server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    def __init__(
+        self, token: str, address: str, node_rank: int, role: str = "default", *, signer: Signer | None = None
+    ) -> None:
+        """Open this agent's store at `address`, by which other nodes reach this node."""
+        self._server = open_store(address)
         port = self._server.port
         self._own = Member(token=token, address=address, port=port, node_rank=node_rank, role=role)
-        self._desk = AgentStore(self._server, "pipette", is_own=True)
+        self._signer = signer or Signer()
+        self._desk = AgentStore(self._server, "pipette", is_own=True, signer=self._signer)
         """Store where other agents announce their arrival while this agent leads the meeting."""
         self._members: tuple[Member, ...] = ()
         self._torch_ranks: dict[str, int] = {}
@@ -65,27 +80,39 @@ class Membership:
         self._out_of_reach: set[str] = set()
         """Tokens of agents to which this agent cannot connect."""
         self._num_meetings = 0
+        self._last_arrivals: dict[str, int] = {}
+        """Number of each agent's last meeting that this agent led, by token. An arrival at an older one is no news."""
+        self._past: set[str] = set()
+        """Names of all rounds that this agent has been in, which never come again."""
 
     def join(self, store: Store, group_rank: int, group_size: int) -> None:
         """Exchange addresses with the agents of torch's rendezvous, through its store."""
         # An old list of members would make other agents believe that this agent was left out.
         self._desk.drop("round")
         met = AgentStore(store, "pipette", is_own=True, num_nodes=group_size)
-        met.put(f"member/{group_rank}", files.dumps(self._own))
+        # These texts have no signatures: each introduction has a proof, which decides whether later texts are signed.
+        met.put(f"member/{group_rank}", files.dumps(self._signer.introduced(self._own)))
         if group_rank == 0:
             texts = [
                 met.take(f"member/{rank}", what=f"the address of node {rank}", deadline_s=PEER_WAIT_S)
                 for rank in range(group_size)
             ]
             found = [files.loads(Member, text, f"address of node {rank}") for rank, text in enumerate(texts)]
-            met.put("members", files.dumps(Members(generation="", members=tuple(found))))
+            is_signed = self._signer.is_on or all(map(self._signer.is_proven, found))
+            if group_size > 1 and not is_signed:
+                logger.warning("pipette-launch: %s", self._signer.why_unsigned(found))
+            met.put("members", files.dumps(Members(generation="", members=tuple(found), is_signed=is_signed)))
             met.put("joined", uuid.uuid4().hex)
         name = met.take("joined", what="the list of nodes", deadline_s=PEER_WAIT_S)
         parent = parent_of(group_rank)
         where = files.loads(Member, met.peek(f"member/{parent}") or "", f"address of node {parent}")
-        text = self._reader(name, group_rank, where).read("members", met)
-        self._members = files.loads(Members, text, "list of nodes").members
-        self._torch_ranks = {member.token: rank for rank, member in enumerate(self._members)}
+        reader = Reader(self._server, name, group_rank, lambda: connected(where, within_s=HAND_ON_S))
+        known = files.loads(Members, reader.read("members", met), "list of nodes")
+        self._torch_ranks = {member.token: rank for rank, member in enumerate(known.members)}
+        admitted = self._signer.admitted(known.members, is_signed=known.is_signed)
+        self._members = tuple(replace(member, proof="") for member in admitted)
+        if self._own not in self._members:
+            raise ClusterError("the first node's list of nodes is without this node, so this node cannot take part")
         if min(member.node_rank for member in self._members) >= 0:
             # A static rendezvous promises the order of --node-rank, but torch's group ranks follow the addresses.
             self._members = tuple(sorted(self._members, key=lambda member: member.node_rank))
@@ -165,7 +192,7 @@ class Membership:
 
     def _follow(self, leader: Member, record: NodeRecord, held: Decision | None) -> tuple[Decision, RoundStore]:
         store = self._store_of(leader)
-        desk = AgentStore(store, "pipette", is_own=False)
+        desk = AgentStore(store, "pipette", is_own=False, signer=self._signer)
         if self._round_store is not None and leader == self._leader:
             # Call the first agent to the meeting, because it may not know why a meeting is needed.
             desk.put(f"{self._round_store.generation}/alarm", "a meeting")
@@ -187,18 +214,27 @@ class Membership:
             raise Rejoin(answer)
         generation, place, size, token = answer.split()
         parent = next((member for member in self._members if member.token == token), leader)
-        reader, find_lost = self._reader(generation, int(place), parent), self._find_lost
+        reader = Reader(
+            self._server,
+            generation,
+            int(place),
+            lambda: connected(parent, within_s=HAND_ON_S),
+            signer=self._signer,
+        )
         round_store = RoundStore(
-            store, int(size), is_coordinator=False, generation=generation, find_lost=find_lost, reader=reader
+            store,
+            int(size),
+            is_coordinator=False,
+            generation=generation,
+            find_lost=self._find_lost,
+            reader=reader,
+            signer=self._signer,
         )
         decision = files.loads(Decision, reader.read("decision", round_store), "decision of the first node")
         known = files.loads(Members, reader.read("members", round_store), "list of nodes")
         self._desk.drop("round")
         self._leader, self._leader_store = leader, store
         return decision, self._begin(known, round_store)
-
-    def _reader(self, name: str, place: int, parent: Member) -> Reader:
-        return Reader(self._server, name, place, lambda: connected(parent, within_s=HAND_ON_S))
 
     def _store_of(self, leader: Member) -> Store:
         if leader == self._leader and self._leader_store is not None:
@@ -219,7 +255,6 @@ class Membership:
         ends_s = time.monotonic() + 2 * PEER_WAIT_S
         pauses_s = growing_pauses(len(self._members))
         key = f"answer/{self._own.token}/{self._num_meetings}"
-        last = self._round_store and self._round_store.generation
         while True:
             # The leader stores all answers before the name of the round.
             now = desk.peek("round")
@@ -229,7 +264,7 @@ class Membership:
             if left:
                 self._surely_gone.add(leader.token)
                 raise StoreGone(left)
-            if now not in (None, last):
+            if now is not None and now not in self._past:
                 # The leader may have answered an older arrival of this agent.
                 text = desk.peek(f"{now}/members") or ""
                 return answers_of(files.loads(Members, text, "list of nodes"), leader).get(self._own.token, LEFT_OUT)
@@ -268,7 +303,12 @@ class Membership:
         decision = decide(records, held, lost)
         known = Members(generation=f"{self._own.token[:8]}-{self._num_meetings}", members=here, cut=cut)
         round_store = RoundStore(
-            self._server, len(here), is_coordinator=True, generation=known.generation, find_lost=self._find_lost
+            self._server,
+            len(here),
+            is_coordinator=True,
+            generation=known.generation,
+            find_lost=self._find_lost,
+            signer=self._signer,
         )
         round_store.put("decision", files.dumps(decision))
         round_store.put("members", files.dumps(known))
@@ -289,7 +329,11 @@ class Membership:
             for member in awaited:
                 if (text := self._desk.peek(f"arrival/{member.token}")) is not None:
                     self._desk.drop(f"arrival/{member.token}")
-                    arrivals[member.token] = files.loads(Arrival, text, f"record of {member.address}")
+                    arrival = files.loads(Arrival, text, f"record of {member.address}")
+                    if arrival.meeting <= self._last_arrivals.get(member.token, 0):
+                        continue
+                    self._last_arrivals[member.token] = arrival.meeting
+                    arrivals[member.token] = arrival
                     self._lost.pop(member.token, None)
             missing = [one for one in awaited if one.token not in arrivals and one.token not in self._lost]
             if not missing:
@@ -360,6 +404,7 @@ class Membership:
 
     def _begin(self, known: Members, round_store: RoundStore) -> RoundStore:
         self._members, self._lost, self._surely_gone = known.members, {}, set()
+        self._past.add(known.generation)
         self._out_of_reach |= {token for pair in known.cut if self._own.token in pair for token in pair}
         self._out_of_reach.discard(self._own.token)
         place = self._members.index(self._own)

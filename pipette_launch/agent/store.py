@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import math
+import os
+import socket
 import threading
 import time
 import zlib
@@ -12,9 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-from torch.distributed import Store
+from torch.distributed import Store, TCPStore
 
 from pipette_launch.agent.signals import STORE_THREAD
+from pipette_launch.agent.signature import Signer, body_of
 from pipette_launch.defaults import GOODBYE_S, HAND_ON_S, HOST_SILENCE_S
 from pipette_launch.errors import ClusterError, FileFormatError
 from pipette_launch.facts import files
@@ -48,6 +52,33 @@ class StoreGone(RoundOver):
     """The agent that holds the store is gone, or does not answer."""
 
 
+class ForgedError(ClusterError):
+    """A text has no valid signature of this job."""
+
+
+def open_store(address: str) -> TCPStore:
+    """Open a store of this process on any free port of one address of this machine, by which the other nodes reach it.
+
+    The store listens on all addresses, as torch's stores do, if `address` is a host name, which may stand for several
+    addresses, or an address that is forwarded to this machine.
+    """
+    try:
+        version = ipaddress.ip_address(address).version
+        listening = socket.create_server((address, 0), family=socket.AF_INET if version == 4 else socket.AF_INET6)
+    except (ValueError, OSError) as error:
+        logger.info("a store listens on all addresses of this machine: %s", error)
+        return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    port, handle = listening.getsockname()[1], listening.detach()
+    try:
+        # The store owns the socket from now on, and closes it.
+        return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=handle)
+    except NotImplementedError as error:
+        # torch 2.6 and 2.7 take no socket.
+        os.close(handle)
+        logger.info("a store listens on all addresses of this machine: %s", str(error).partition("\n")[0])
+        return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
 def growing_pauses(num_nodes: int = 1) -> Iterator[float]:
     """Yield the seconds to wait between two polls of a store that `num_nodes` nodes poll."""
     pause_s = FIRST_POLL_S
@@ -79,13 +110,19 @@ def within(seconds: float, do: Callable[[], Answer]) -> Answer:
 
 
 class AgentStore:
-    """Reads and writes keys with one prefix in an agent's store; raises StoreGone if the store does not answer."""
+    """Reads and writes keys with one prefix in an agent's store; raises StoreGone if the store does not answer.
 
-    def __init__(self, store: Store, prefix: str, *, is_own: bool, num_nodes: int = 1) -> None:
+    In a signed job, a text without a valid signature counts as not published. Counters have no signatures.
+    """
+
+    def __init__(
+        self, store: Store, prefix: str, *, is_own: bool, num_nodes: int = 1, signer: Signer | None = None
+    ) -> None:
         """Use a store; `is_own` is true if this process holds the store, so that the store always answers.
 
-        `num_nodes` is the number of nodes that wait for the same keys.
+        `num_nodes` is the number of nodes that wait for the same keys. Without a `signer`, texts are never signed.
         """
+        self._signer = signer or Signer()
         self._store = store
         self._prefix = prefix
         self._is_own = is_own
@@ -116,10 +153,15 @@ class AgentStore:
             packed = zlib.compress(data, level=1)
             first, *others = (packed[start : start + MOST_BYTES] for start in range(0, len(packed), MOST_BYTES))
             data = PACKED + bytes([len(others)]) + first
-        self.put_pieces(key, [data, *others])
+        self.put_pieces(key, [self._signed(key, data, *others), *others])
+
+    def _signed(self, key: str, first: bytes, *others: bytes) -> bytes:
+        """Return the first piece of a text, with the signature of the whole text."""
+        whole = self._signer.signed(f"{self._prefix}/{key}", b"".join((first, *others)))
+        return whole[: len(whole) - sum(map(len, others))]
 
     def put_pieces(self, key: str, pieces: Sequence[bytes]) -> None:
-        """Publish a text that another store holds in these pieces."""
+        """Publish a text that another store holds in these pieces, with its signature."""
         for index, piece in enumerate(pieces[1:]):
             self._set(f"{key}/{index}", piece)
         self._set(key, pieces[0])
@@ -128,26 +170,33 @@ class AgentStore:
         # The store takes bytes too, although torch declares only str.
         self._call(lambda: self._store.set(f"{self._prefix}/{key}", data))  # type: ignore[arg-type]
 
+    def exists(self, key: str) -> bool:
+        """Return True if the store has any text under a key, maybe without a valid signature; never blocks."""
+        return bool(self._call(lambda: self._store.check([f"{self._prefix}/{key}"])))
+
     def has(self, key: str) -> bool:
         """Return True if a text was published; never blocks."""
-        return bool(self._call(lambda: self._store.check([f"{self._prefix}/{key}"])))
+        return self.exists(key) and not (self._signer.is_on and self.opened(key, self.pieces(key)) is None)
 
     def peek(self, key: str) -> str | None:
         """Return a text, or None if the text is not published yet, or is empty; never blocks."""
         # torch returns an empty text if another agent deletes the text between the two calls.
-        return (self._get(key) if self.has(key) else "") or None
-
-    def _get(self, key: str) -> str:
-        return _unpacked(key, self.pieces(key))
+        return (self.opened(key, self.pieces(key)) if self.exists(key) else "") or None
 
     def pieces(self, key: str) -> list[bytes]:
         """Return a published text in the pieces in which the store holds the text."""
         first = self._read(key)
-        names = [f"{key}/{index}" for index in range(first[1])] if first[:1] == PACKED else []
-        return [first, *(self._read(name) for name in names if self.has(name))]
+        _, body = body_of(first)
+        names = [f"{key}/{index}" for index in range(body[1])] if body[:1] == PACKED and body[1:] else []
+        return [first, *(self._read(name) for name in names if self.exists(name))]
 
     def _read(self, key: str) -> bytes:
         return self._call(lambda: self._store.get(f"{self._prefix}/{key}"))
+
+    def opened(self, key: str, pieces: Sequence[bytes]) -> str | None:
+        """Return the text of these pieces of a message; None if the message has no valid signature."""
+        data = self._signer.opened(f"{self._prefix}/{key}", b"".join(pieces))
+        return None if data is None else _unpacked(key, data)
 
     def drop(self, key: str) -> None:
         """Delete a text."""
@@ -164,12 +213,21 @@ class AgentStore:
         """
         end = time.monotonic() + deadline_s
         pauses_s = growing_pauses(self._num_nodes)
-        while not self.has(key):
+        while (text := self._found(key, reader)) is None:
             self.check_goes_on()
             if time.monotonic() > end:
                 raise ClusterError(f"waited {deadline_s:.0f} s in vain for {what}; look at the log of that node")
             time.sleep(next(pauses_s))
-        return reader.read(key, self) if reader else self._get(key)
+        return text
+
+    def _found(self, key: str, reader: Reader | None) -> str | None:
+        """Return a text if it is published, also if it is empty; else None."""
+        if not self.exists(key):
+            return None
+        try:
+            return reader.read(key, self) if reader else self.opened(key, self.pieces(key))
+        except ForgedError:
+            return None
 
     def is_over(self) -> bool:
         """Return True if the awaited text can no longer come; always False in the base class."""
@@ -183,7 +241,14 @@ class AgentStore:
     def settle(self, key: str, text: str) -> str:
         """Publish a text, also during a meeting, unless another agent was first; return the first text."""
         # Compare and set in one call, because the agent that holds the store may end before a second call.
-        return _text(key, self._call(lambda: self._store.compare_set(f"{self._prefix}/{key}", "", text)))
+        name, mine, first = f"{self._prefix}/{key}", self._signed(key, text.encode()), b""
+        while (found := self.opened(key, [now := self._compare_set(name, first, mine)])) is None:
+            # Replace a text without a valid signature.
+            first = now
+        return found
+
+    def _compare_set(self, name: str, expected: bytes, data: bytes) -> bytes:
+        return self._call(lambda: self._store.compare_set(name, expected, data))  # type: ignore[arg-type]
 
 
 class RoundStore(AgentStore):
@@ -198,12 +263,14 @@ class RoundStore(AgentStore):
         generation: str = "round",
         find_lost: Callable[[], str] = lambda: "",
         reader: Reader | None = None,
+        signer: Signer | None = None,
     ) -> None:
         """Begin a round; the coordinator decides for all agents and holds the store.
 
         `find_lost` returns which agent is gone and why, or "". `reader` reads long texts; None if the agent leads.
         """
-        super().__init__(store, f"pipette/{generation}", is_own=is_coordinator, num_nodes=group_size)
+        prefix = f"pipette/{generation}"
+        super().__init__(store, prefix, is_own=is_coordinator, num_nodes=group_size, signer=signer)
         self.generation = generation
         self.group_size = group_size
         self.is_coordinator = is_coordinator
@@ -254,19 +321,33 @@ class Reader:
     So no store sends a text to more than `FAN_OUT` agents.
     """
 
-    def __init__(self, own: Store, name: str, place: int, connect: Callable[[], Store]) -> None:
+    def __init__(
+        self, own: Store, name: str, place: int, connect: Callable[[], Store], *, signer: Signer | None = None
+    ) -> None:
         """Take this agent's store, the unique name of the round, and the agent's place; connect to the parent later."""
         self._prefix, self._connect = f"pipette/{name}", connect
-        self._own = AgentStore(own, self._prefix, is_own=True)
+        self._own = AgentStore(own, self._prefix, is_own=True, signer=signer)
         self._parent: AgentStore | None = None
         self._patience_s = patience_s(place)
         """Longest wait (s) for the parent; 0 = read in the first agent's store, as after a failure of the parent."""
 
     def read(self, key: str, first: AgentStore) -> str:
-        """Return a text that the first agent's store has: from the parent's store, else from the first agent's."""
-        pieces = self._from_parent(key, first.is_over) or first.pieces(key)
+        """Return a text that the first agent's store has: from the parent's store, else from the first agent's.
+
+        Raises ForgedError if neither store has the text with a valid signature.
+        """
+        pieces = self._from_parent(key, first.is_over)
+        text = self._own.opened(key, pieces) if pieces else None
+        if text is None:
+            pieces = first.pieces(key)
+            text = self._own.opened(key, pieces)
+        if text is None:
+            raise ForgedError(
+                f"the first node's store has no {key} with this job's signature, because others write there"
+            )
+        # Hand on only a text whose signature is valid.
         self._own.put_pieces(key, pieces)
-        return _unpacked(key, pieces)
+        return text
 
     def _from_parent(self, key: str, is_over: Callable[[], bool]) -> list[bytes]:
         """Return the pieces of a text in the parent's store; empty if the parent is lost or late, or if `is_over`."""
@@ -287,19 +368,18 @@ class Reader:
         # This thread may wait for the parent, so it calls the store as the owner of a store does.
         parent = self._parent = self._parent or AgentStore(self._connect(), self._prefix, is_own=True)
         pauses_s = growing_pauses()
-        while not parent.has(key):
+        while not parent.exists(key):
             if time.monotonic() > ends_s:
                 raise TimeoutError("it has not read the text yet")
             time.sleep(next(pauses_s))
         return parent.pieces(key)
 
 
-def _unpacked(key: str, pieces: Sequence[bytes]) -> str:
-    """Return the text of the pieces of a message."""
-    data = pieces[0]
+def _unpacked(key: str, data: bytes) -> str:
+    """Return the text of a message."""
     if data[:1] == PACKED:
         try:
-            data = files.inflate(b"".join([data[2:], *pieces[1:]]), key)
+            data = files.inflate(data[2:], key)
         except FileFormatError as error:
             raise ClusterError(f"the message of another node under {error}") from error
     return _text(key, data)

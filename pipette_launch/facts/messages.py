@@ -387,6 +387,8 @@ class Member:
     """Value of `--node-rank` under static rendezvous, otherwise -1."""
     role: str = "default"
     """Value of `--role`. Workers of different roles have a ROLE_RANK in their own role."""
+    proof: str = ""
+    """Proof in an introduction that the agent has the job's secret; empty in all later lists of agents."""
 
     def __post_init__(self) -> None:
         if not 0 < self.port < 1 << 16:
@@ -404,6 +406,8 @@ class Members:
     members: tuple[Member, ...]
     cut: tuple[tuple[str, str], ...] = ()
     """Pairs of agents, by token, that cannot reach each other."""
+    is_signed: bool = False
+    """True in the first list of agents if the first agent found that all of them have its secret."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

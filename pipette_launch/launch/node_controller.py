@@ -24,7 +24,7 @@ from pipette_launch.facts import Choice, files
 from pipette_launch.facts.messages import AttemptEnd, Decision, Failure, NodeRecord, TrialReport
 from pipette_launch.facts.outcome import Outcome, PeakReading
 from pipette_launch.launch import commands
-from pipette_launch.launch.cache import CLUSTER, OUTCOME, Cache
+from pipette_launch.launch.cache import CLUSTER, OUTCOME, Cache, default_root
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.hosts import described
 from pipette_launch.launch.metrics import MetricsFile, Spans
@@ -54,6 +54,7 @@ def launch(args: Namespace, options: Options, *, advice: str = "") -> None:
                 args,
                 lambda settings: NodeController(options, settings, folder, metrics=metrics, spans=spans, writer=writer),
                 advice=advice,
+                secret_folder=default_root(),
             )
         has_failed = False
     finally:

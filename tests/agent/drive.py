@@ -211,7 +211,9 @@ def main() -> None:
         signal_at_start(Path(table["signal_when"]))
     args = get_args_parser().parse_args(sys.argv[2:])
     try:
-        elastic.run(args, lambda settings: ScriptedController(table, settings, args.max_restarts))
+        # The folder of the test stands for the home folder that all nodes have in common.
+        folder = Path(os.environ["OUT"])
+        elastic.run(args, lambda settings: ScriptedController(table, settings, args.max_restarts), secret_folder=folder)
     finally:
         end_at_once()
 

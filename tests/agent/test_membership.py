@@ -20,10 +20,12 @@ from pipette_launch.agent import membership
 from pipette_launch.agent import store as agent_store
 from pipette_launch.agent.membership import LEFT_OUT, PROBE_S, PROOF_S, Membership, Rejoin, out_of_reach
 from pipette_launch.agent.peers import GONE, SILENT, why_unreachable
+from pipette_launch.agent.signature import Signer
 from pipette_launch.agent.store import AgentStore, RoundStore
 from pipette_launch.defaults import HAND_ON_S, HOST_SILENCE_S
 from pipette_launch.errors import ClusterError
-from pipette_launch.facts.messages import Decision, Member, NodeRecord
+from pipette_launch.facts import files
+from pipette_launch.facts.messages import Arrival, Decision, Member, NodeRecord
 
 
 @contextmanager
@@ -72,7 +74,9 @@ class Agents:
 
     def __init__(self, count: int) -> None:
         self.records = records(count)
-        self.all = [Membership(record.token, "127.0.0.1", -1) for record in self.records]
+        signers = [Signer(b"the secret of this job") for _ in self.records]
+        pairs = zip(self.records, signers, strict=True)
+        self.all = [Membership(record.token, "127.0.0.1", -1, signer=signer) for record, signer in pairs]
         self.held: list[Decision | None] = [None] * count
         self.lost: Mapping[str, str] = {}
         self.join()
@@ -265,10 +269,29 @@ def test_an_arrival_that_nobody_received_is_taken_back() -> None:
         list(map(Future.result, coming))
 
 
-def test_who_is_in_a_round_needs_no_answer() -> None:
-    """The first may have taken an old arrival for this one, and answered that."""
+def test_an_old_arrival_is_no_arrival() -> None:
+    """The first agent waits for the arrival at this meeting, and not for a copy of the last one."""
     agents = Agents(2)
     agents.meet(0, 1)
+    late, desk = agents.all[1]._own.token, agents.all[0]._desk
+    old = Arrival(meeting=1, record=agents.records[1], held=None)
+    desk.put(f"arrival/{late}", files.dumps(old))
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(agents.come, 0)
+        while desk.peek(f"arrival/{late}") is not None:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        assert not early.done()
+
+        agents.come(1)
+        assert 2 == len(early.result(10.0)[0].tokens)
+
+
+def test_who_is_in_a_round_needs_no_answer() -> None:
+    """A new first agent may have taken an old arrival for this one, and answered that."""
+    agents = Agents(2)
+    agents.meet(0, 1)
+    agents.all[0]._last_arrivals.clear()
     late = agents.all[1]._own.token
     desk = agents.all[0]._desk
     with ThreadPoolExecutor(2) as pool:

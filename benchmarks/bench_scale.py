@@ -41,6 +41,7 @@ from pipette_launch.agent import membership, peers
 from pipette_launch.agent import store as agent_store
 from pipette_launch.agent.membership import Membership
 from pipette_launch.agent.phases import FirstIteration
+from pipette_launch.agent.signature import Signer
 from pipette_launch.agent.store import await_all, say_goodbye
 from pipette_launch.agent.warmup import Warmup
 from pipette_launch.defaults import PEER_WAIT_S
@@ -62,6 +63,7 @@ PLAYERS = 4
 """Processes that play agents."""
 SIZE, DEVICE = 8, "NVIDIA A100-SXM4-80GB"
 HERE = "127.0.0.1"
+SECRET = b"the secret of all agents"
 LOST_PART = 16
 """One of so many agents is lost at once."""
 ASK_S = 0.05
@@ -232,7 +234,7 @@ class Agent:
     def join(self, store: Any) -> None:
         """Exchange addresses with all agents."""
         self.record = record(self.index)
-        self.membership = Membership(self.record.token, HERE, -1)
+        self.membership = Membership(self.record.token, HERE, -1, signer=Signer(SECRET))
         self.decision: Decision | None = None
         self.membership.join(store, self.index, self.size)
 

@@ -100,7 +100,7 @@ class Membership:
             found = [files.loads(Member, text, f"address of node {rank}") for rank, text in enumerate(texts)]
             is_signed = self._signer.is_on or all(map(self._signer.is_proven, found))
             if group_size > 1 and not is_signed:
-                logger.warning("pipette-launch: %s", self._signer.why_unsigned(found))
+                logger.warning("%s", self._signer.why_unsigned(found))
             met.put("members", files.dumps(Members(generation="", members=tuple(found), is_signed=is_signed)))
             met.put("joined", uuid.uuid4().hex)
         name = met.take("joined", what="the list of nodes", deadline_s=PEER_WAIT_S)

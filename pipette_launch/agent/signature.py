@@ -1,7 +1,7 @@
 """Signatures of the texts that agents put into each other's stores: HMAC-SHA256 with a secret of the job or its user.
 
-Whoever can connect to a store can write to it, and agents run what the texts order. So an agent ignores every text
-without the signature of its job.
+Every process that can connect to a store can write to it, and agents run the commands in these texts. So an agent
+ignores every text without the signature of its job.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ LEAST_BYTES, MOST_BYTES = 16, 4096
 SIGNED = b"\1"
 """First byte of a signed text. The signature follows, and then the text."""
 SIGNATURE_BYTES = hashlib.sha256().digest_size
-PROOF_DIGITS = 32
-"""Hexadecimal digits of an agent's proof. All agents read the proofs of all agents, so a proof is short."""
+PROOF_DIGITS = 20
+"""Hexadecimal digits of an agent's proof: 80 bits, the least that RFC 2104 advises. All agents read all proofs."""
 MOST_NAMED = 4
 CURE = f"give all nodes the same {FILE_VARIABLE}"
 
@@ -96,7 +96,7 @@ class Signer:
     def why_unsigned(self, members: Sequence[Member]) -> str:
         """Return in one line why the messages of a job are unsigned, and the remedy."""
         why = self._trouble or f"{_named([one for one in members if not self.is_proven(one)])} has another secret"
-        return f"messages between the nodes are not signed, and whoever reaches a port can give orders: {why}; {CURE}"
+        return f"messages between the nodes are not signed, so strangers on the network can give orders: {why}; {CURE}"
 
     # -- texts ------------------------------------------------------------------------------------------------------
 
@@ -127,12 +127,12 @@ class Signer:
             self._refused[key] = digest
             self.num_refused += 1
             if self.num_refused == 1:
-                logger.warning("pipette-launch: refused a message without this job's signature: %s", printable(key))
+                logger.warning("refused a message without this job's signature: %s", printable(key))
 
     def end(self) -> None:
-        """Print how many messages were refused, if more than the one that was printed."""
+        """Print the number of refused messages, if it is above 1."""
         if self.num_refused > 1:
-            logger.warning("pipette-launch: refused %d messages without this job's signature", self.num_refused)
+            logger.warning("refused %d messages without this job's signature", self.num_refused)
 
 
 def body_of(data: bytes) -> tuple[bytes, bytes]:
@@ -180,7 +180,7 @@ def users_secret(path: Path) -> bytes:
     """
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        made = path.with_name(f".{FILE}.{secrets.token_hex(8)}")
+        made = path.with_name(f".{FILE}.{secrets.token_hex(4)}")
         try:
             with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(secrets.token_hex() + "\n")

@@ -264,9 +264,8 @@ class Phases:
         # A collective has a short deadline, and rank 0 may have waited for the adviser.
         self.lockstep.barrier(ADVICE_PATIENCE_S)
         # Send the advice by a collective, because through the store each of thousands of ranks would read all groups.
-        texts = [files.dumps(advice or Advice()) if self.rank == 0 else None]
-        dist.broadcast_object_list(texts, src=0, device=torch.device(self.options.device_kind))
-        return files.loads(Advice, str(texts[0]), "rank 0's advice")
+        text = files.dumps(advice or Advice()) if self.rank == 0 else ""
+        return files.loads(Advice, broadcast_text(text, torch.device(self.options.device_kind)), "rank 0's advice")
 
     def _send(self) -> None:
         """Send to rank 0 the measurements made since this worker last sent results."""
@@ -358,6 +357,18 @@ def lines_of(links: Sequence[LinkSamples], options: WarmupOrder) -> dict[Pair, L
     """Return the line of each measured pair of hosts."""
     fits = host_fits(LinkBook.of(links).best(), options.devices_per_host)
     return {pair: fit.line for pair, fit in fits.items()}
+
+
+def broadcast_text(text: str, device: torch.device) -> str:
+    """Return rank 0's text on every rank.
+
+    The text travels as bytes. torch's broadcast of objects would load a pickle, which may contain a program.
+    """
+    size = torch.tensor([len(text.encode())], dtype=torch.int64, device=device)
+    dist.broadcast(size, src=0)
+    data = torch.frombuffer(bytearray(text.encode()).ljust(int(size)), dtype=torch.uint8).to(device)
+    dist.broadcast(data, src=0)
+    return data.cpu().numpy().tobytes().decode()
 
 
 def ask(command: Sequence[str], job: Job, measurements: Measurements, *, folder: Path, budget_s: float) -> Advice:

@@ -124,7 +124,7 @@ def test_a_forged_text_counts_as_not_published(forge: Any, caplog: pytest.LogCap
     with pytest.raises(ClusterError, match="waited 0 s in vain for a plan"):
         ours.take("plan", what="a plan", deadline_s=0.1)
     assert 1 == ours._signer.num_refused
-    line = "pipette-launch: refused a message without this job's signature: pipette/round/plan"
+    line = "refused a message without this job's signature: pipette/round/plan"
     assert [line] == caplog.messages
 
 
@@ -183,7 +183,7 @@ def test_all_refused_messages_are_counted(caplog: pytest.LogCaptureFixture) -> N
         assert not ours.has("plan")
     ours._signer.end()
 
-    assert "pipette-launch: refused 2 messages without this job's signature" == caplog.messages[-1]
+    assert "refused 2 messages without this job's signature" == caplog.messages[-1]
     assert 2 == len(caplog.messages)
 
 

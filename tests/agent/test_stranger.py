@@ -102,7 +102,7 @@ def test_nodes_without_a_common_secret_work_and_say_so(tmp_path: Path) -> None:
     codes, text = finish(*agents)
 
     assert [0, 0] == codes, text
-    assert 1 == text.count(f"{UNSIGNED}, and whoever reaches a port can give orders: 127.0.0.1 has another secret")
+    assert 1 == text.count(f"{UNSIGNED}, so strangers on the network can give orders: 127.0.0.1 has another secret")
 
 
 # -- the address --------------------------------------------------------------------------------------------------

@@ -338,6 +338,38 @@ def test_the_others_exit_with_the_agents_code(end: str, expected: int) -> None:
     assert agent.wait() in (expected, -9)
 
 
+STRANGER = """
+import os, socket, sys
+os.setuid(65534)
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
+    agent.connect("\\0pipette-launch/0/" + sys.argv[1])
+    try:
+        agent.send(b"0")
+        sys.exit(len(agent.recv(16)))
+    except ConnectionError:
+        pass
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can play another user")
+def test_a_process_of_another_user_is_no_task() -> None:
+    """The agent of a node closes the stranger's connection, and still waits for its own task."""
+    name, last_core = uuid.uuid4().hex, max(os.sched_getaffinity(0))
+    agent = subprocess.Popen([sys.executable, "-c", AGENT, name, "sys.exit(3)"])
+    stranger = [sys.executable, "-c", STRANGER, name]
+    try:
+        # Until the agent listens, the stranger fails with a traceback.
+        while b"refused" in (done := subprocess.run(stranger, capture_output=True, check=False)).stderr:
+            assert agent.poll() is None
+        other = subprocess.Popen([sys.executable, "-c", OTHER, name, str(last_core)])
+
+        assert (0, b"") == (done.returncode, done.stderr)
+        assert [3, 3] == [other.wait(), agent.wait()]
+    finally:
+        agent.kill()
+        agent.wait()
+
+
 def test_a_task_without_an_agent_gives_up() -> None:
     """If task 0 never starts, the other tasks report it and another way to start."""
     times_s = iter([0.0, 1.0, 301.0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -35,6 +36,28 @@ def ask(folder: Path, program: str) -> Advice:
     """Run a small Python program as the adviser."""
     measurements = tiny_measurements(tiny_cluster(1, 2), (REFERENCE,))
     return phases.ask((sys.executable, "-c", HEAD + program), tiny_job(2), measurements, folder=folder, budget_s=1.0)
+
+
+BROADCAST = """
+import sys
+import pickle
+import torch, torch.distributed as dist
+from pipette_launch.probe.phases import broadcast_text
+rank, text = int(sys.argv[1]), "\u00e4 plan " * 1000
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+pickle.loads = pickle.Unpickler = None
+assert text == broadcast_text("" if rank else text, torch.device("cpu"))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.processes
+def test_a_text_reaches_all_ranks_without_a_pickle(tmp_path: Path) -> None:
+    """A pickle may contain a program, and whoever can join the workers could send one."""
+    words = [sys.executable, "-c", BROADCAST]
+    ranks = [subprocess.Popen([*words, str(rank), str(tmp_path / "store")]) for rank in range(2)]
+
+    assert [0, 0] == [one.wait(60) for one in ranks]
 
 
 def test_an_answer_is_read(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
@@ -42,13 +43,46 @@ LOCAL, ENGINE, ITERATION = "local", "transformer_engine", "full_iteration"
 """Implementations of CUDA graphs (--cuda-graph-impl)."""
 
 
+_EXPERTS_WITH = {"moe": ("moe_router", "moe_preprocess")}
+_LOCAL_WITH = {
+    **_EXPERTS_WITH,
+    "attn": ("mlp",),
+    "mlp": ("attn",),
+    "moe_router": ("moe_preprocess",),
+    "moe_preprocess": ("moe_router",),
+}
+"""Other parts of the same layer that a local graph holds, by the part that a flag names. One manager holds the whole
+layer of attention and MLP (TransformerLayer.create_mcore_cudagraph_manager), and TransformerConfig adds `moe_router` to
+`moe_preprocess` and the reverse (core_v0.16 to 0.20)."""
+_IN_INFERENCE = "full_iteration_inference"
+"""Scope of graphs that only inference uses."""
+
+
 class Graphs(NamedTuple):
-    """CUDA graphs that a job's flags request, in words that are equal for all releases of Megatron."""
+    """CUDA graphs of a training step that a job's flags request, in words that are equal for all releases of Megatron.
+
+    All code that depends on graphs reads this class: prices, rules, and notes.
+    """
 
     impl: str
     """`none`, `local`, `transformer_engine` or `full_iteration`."""
     modules: frozenset[str]
-    """Parts of a layer that each have a CUDA graph. If empty, one graph holds a whole layer or a whole iteration."""
+    """Parts of a layer that the flags name. If empty, one graph holds a whole layer or a whole iteration."""
+
+    def captured(self, parts: Iterable[str]) -> frozenset[str]:
+        """Return the parts of a layer whose kernels a graph launches, out of all `parts` of the layer.
+
+        Parts have Megatron's names: `attn`, `mlp`, `mamba`, and for experts `moe_router`, `moe_preprocess` and `moe`.
+        A graph of `moe` holds the whole block of experts. Without such a graph, `moe` is the rest of the block.
+        """
+        layer = frozenset(parts)
+        if self.impl == "none":
+            return frozenset()
+        if self.impl == ITERATION or not self.modules:
+            return layer
+        others = _LOCAL_WITH if self.impl == LOCAL else _EXPERTS_WITH
+        named = self.modules & layer
+        return layer & named.union(*(others.get(part, ()) for part in named))
 
 
 def _option(flag: str, *, default: bool) -> bool:
@@ -161,6 +195,8 @@ class PerformanceOptions:
     """Destination of the flag `--cuda-graph-scope` from 0.18 on."""
     enable_cuda_graph: bool = False
     external_cuda_graph: bool = False
+    inference_cuda_graph_scope: str | None = None
+    """`none`, `layer` or `block`. With `block`, graphs of blocks for inference replace graphs of whole layers."""
 
     # Experts.
     moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
@@ -219,15 +255,19 @@ class PerformanceOptions:
     def graphs(self) -> Graphs:
         """CUDA graphs that the options request.
 
-        Three flags select an implementation, and three flags select modules.
+        Three flags select an implementation, and three flags select modules. From 0.18 on, the module `full_iteration`
+        of both flags selects an implementation too (cuda_graph_config.py).
         """
         impl = LOCAL if self.enable_cuda_graph else ENGINE if self.external_cuda_graph else self.cuda_graph_impl
-        modules = {*self.cuda_graph_modules, *self.cuda_graph_scope, *self.cuda_graph_scope_deprecated} - {"full"}
-        # From 0.18 on, the scope `full_iteration` of the old flag selects graphs of a whole iteration.
-        selects = ITERATION in self.cuda_graph_scope_deprecated and impl != ENGINE
-        if selects or (impl == LOCAL and modules == {ITERATION}):
-            return Graphs(ITERATION, frozenset(modules - {ITERATION}))
-        return Graphs(impl, frozenset(modules))
+        migrated = {*self.cuda_graph_modules, *self.cuda_graph_scope_deprecated}
+        modules = {*migrated, *self.cuda_graph_scope} - {"full"}
+        named = frozenset(modules - {ITERATION, _IN_INFERENCE})
+        if (impl == LOCAL and ITERATION in modules) or (impl == "none" and ITERATION in migrated):
+            return Graphs(ITERATION, named)
+        in_inference = self.inference_cuda_graph_scope == "block" or _IN_INFERENCE in modules
+        if impl == LOCAL and in_inference and not named:
+            return Graphs("none", named)
+        return Graphs(impl, frozenset(modules - {_IN_INFERENCE}))
 
 
 _OPTIONS = {option.name: option for option in fields(PerformanceOptions)}

@@ -375,12 +375,9 @@ def memory_options(model: Config) -> dict[str, Any]:
 def graphs(model: Config) -> dict[str, Any]:
     """Return the flags of CUDA graphs."""
     impl, modules = model.get("cuda_graph_impl"), model.get("cuda_graph_modules") or model.get("cuda_graph_scope")
-    names = [modules] if isinstance(modules, str) else [str(_plain(each)) for each in modules or ()]
-    if "full_iteration" in names:
-        impl, names = "full_iteration", []
-    if impl in (None, "none", "full_iteration") or names == ["full"]:
-        names = []
-    return {"cuda_graph_impl": None if impl == "none" else impl, "cuda_graph_modules": names or None}
+    names = modules.split(",") if isinstance(modules, str) else [str(_plain(each)) for each in modules or ()]
+    named = [name for name in names if name != "full"]
+    return {"cuda_graph_impl": None if impl == "none" else impl, "cuda_graph_modules": named or None}
 
 
 def precision_flags(one: Config, *, fsdp: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Job
-from pipette_launch.facts.job import SCRIPT_ONLY, PerformanceOptions
+from pipette_launch.facts.job import ITERATION, LOCAL, SCRIPT_ONLY, PerformanceOptions
 from pipette_launch.megatron.chunks import HYBRID_SPECS, PATTERN_DESTS
 from pipette_launch.megatron.flags import EFFECTS, Arguments, flag_defaults, release_of, releases
 from pipette_launch.megatron.model import FIRST_ABSORBED, GATED_DELTA_NETS
@@ -32,6 +32,8 @@ VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC
 """Environment variables with allocator options. The first variable that is set counts, even if its text is empty."""
 EXPANDABLE = "expandable_segments"
 _FIRST_OFFLOAD_SHARE = (0, 19)
+_FIRST_PARTS = (0, 16)
+"""First release whose local CUDA graphs may hold parts of a layer."""
 
 
 def performance_flags(arguments: Arguments, *, every: bool = False) -> tuple[str, ...]:
@@ -133,6 +135,9 @@ def options_of(arguments: Arguments) -> PerformanceOptions:
                 raise arguments.refusal("each value must be a number", name) from None
         if value is not None:
             values[name] = value
+    is_local = values.get("enable_cuda_graph") or values.get("cuda_graph_impl") == LOCAL
+    if is_local and release_of(arguments.version) < _FIRST_PARTS and values["cuda_graph_scope"] != (ITERATION,):
+        values["cuda_graph_scope"] = ()  # Before 0.16 a local graph holds the whole layer under each other scope.
     return PerformanceOptions(**values)
 
 

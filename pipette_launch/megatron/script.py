@@ -18,7 +18,7 @@ from pipette_launch.facts.job import OTHER_MODELS
 from pipette_launch.megatron.chunks import PATTERN_DESTS, RATIO_DESTS, SPLIT_DESTS
 from pipette_launch.megatron.flags import Arguments, flag_table, newest_release
 from pipette_launch.megatron.layout import known_dest, read_batch, stacks_of, write_arguments
-from pipette_launch.megatron.performance import performance_options
+from pipette_launch.megatron.performance import options_of, performance_options
 from pipette_launch.megatron.tokenizers import NOT_GPT
 
 DESCRIBED, HELPERS = {"gpt", "hybrid", "mamba"}, {"backends", "common"}
@@ -237,8 +237,7 @@ def trial_arguments(arguments: Sequence[str], version: str) -> TrialWords:
     if tried.get("log_interval") != 1:
         tried = tried.with_flag("--log-interval", "1")
     # CUDA graphs are captured after additional warm-up iterations.
-    captures = given.get("enable_cuda_graph") or given.get("external_cuda_graph")
-    captures = captures or given.get("cuda_graph_impl") not in (None, "none")
+    captures = options_of(given).graphs.impl != "none"
     capture_warm_ups = 1 + (given.get("cuda_graph_warmup_steps") or 0) if captures else 0
     return TrialWords(tried.words, max(WARM_UPS, capture_warm_ups))
 

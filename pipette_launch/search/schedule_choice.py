@@ -39,8 +39,6 @@ MOST_LAYOUTS = 4
 """Largest number of layouts tried among those that fit under Megatron's own schedules, and again among the others."""
 _ONLY_STOCK = (
     "overlap_moe_expert_parallel_comm",
-    "enable_cuda_graph",
-    "external_cuda_graph",
     "fine_grained_activation_offloading",
     "tp_comm_overlap",
 )

@@ -7,6 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 from facts_for_tests import tiny_job
+from graph_spellings import SPELLINGS, flags_of
 from megatron_lines import SMALL
 
 from pipette_launch.errors import MegatronError
@@ -80,6 +81,52 @@ def test_a_list_may_have_been_one_value() -> None:
     )
 
     assert (options.cuda_graph_scope, options.rampup_batch_size) == (("full_iteration",), (2, 2, 9))
+
+
+DENSE, EXPERTS = ("attn", "mlp"), ("attn", "moe_router", "moe_preprocess", "moe")
+HELD = {
+    "nothing": ((), ()),
+    "whole layers": (DENSE, EXPERTS),
+    "attention and MLP": (DENSE, ("attn",)),
+    "attention": (("attn",), ("attn",)),
+    "router": ((), ("moe_router", "moe_preprocess")),
+    "the whole iteration": (DENSE, EXPERTS),
+}
+"""Parts of a layer with an MLP and of a layer with experts that graphs hold."""
+
+
+@pytest.mark.parametrize(
+    ("meaning", "version", "words"),
+    [(meaning, *each) for meaning, spellings in SPELLINGS.items() for each in spellings],
+)
+def test_each_spelling_of_graphs_has_one_meaning(meaning: str, version: str, words: str) -> None:
+    """Flags of graphs name the same parts of a layer in each release."""
+    job = tiny_job(megatron_version=version, performance_flags=flags_of(words))
+    graphs = performance_options(job).graphs
+
+    dense, experts = map(frozenset, HELD[meaning])
+    assert dense == graphs.captured(DENSE)
+    if "mlp" not in graphs.modules and "attn" not in graphs.modules:
+        assert experts == graphs.captured(EXPERTS)
+    assert (meaning == "the whole iteration") == (graphs.impl == "full_iteration")
+
+
+def test_graphs_of_patterns_hold_layers_by_name() -> None:
+    """A layer of a hybrid model has one block, so a local graph of attention holds no MLP, and Mamba has its name."""
+    flags = ("--cuda-graph-impl local", "--cuda-graph-modules attn mamba")
+    graphs = performance_options(tiny_job(megatron_version="0.20.0", performance_flags=flags)).graphs
+
+    assert [{"attn"}, set(), {"mamba"}, set()] == [
+        graphs.captured(parts) for parts in (("attn",), ("mlp",), ("mamba",), EXPERTS[1:])
+    ]
+
+
+def test_a_graph_of_experts_holds_their_router() -> None:
+    """The part `moe` is the whole block of experts."""
+    flags = ("--cuda-graph-impl transformer_engine", "--cuda-graph-modules moe")
+    graphs = performance_options(tiny_job(megatron_version="0.20.0", performance_flags=flags)).graphs
+
+    assert {*EXPERTS[1:]} == graphs.captured(EXPERTS)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class LatentBytes(NamedTuple):
 class Attention(Block):
     """Attention block: projections, rotary embedding and attention core."""
 
-    graph_module = "attn"
+    graph_parts = ("attn",)
 
     def __init__(self, model: ModelSpec, layout: Layout) -> None:
         super().__init__(model, layout)

@@ -196,8 +196,8 @@ class Block(Sizes, ABC):
     was made for.
     """
 
-    graph_module = ""
-    """Megatron's name of the block as a scope of CUDA graphs; empty if CUDA graphs have no scope for the block."""
+    graph_parts: tuple[str, ...] = ()
+    """Parts of the block, in order, that CUDA graphs can hold, by Megatron's names (`Graphs.captured`)."""
     recompute_module = ""
     """Megatron's name of the block as a module of selective recompute; empty if the block cannot be recomputed."""
 
@@ -220,6 +220,11 @@ class Block(Sizes, ABC):
     @abstractmethod
     def loads(self, job: Job) -> PassLoads:
         """Return the work of the block's passes for the device."""
+
+    def loads_of_parts(self, job: Job) -> dict[str, PassLoads]:
+        """Return the work of the block's passes for the device, for each of `graph_parts`, in their order."""
+        (only,) = self.graph_parts
+        return {only: self.loads(job)}
 
     def module_flops(self) -> dict[str, float]:
         """Return the forward FLOPs per token of each module of the block that selective recompute can name."""

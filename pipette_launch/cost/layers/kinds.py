@@ -17,7 +17,7 @@ from pipette_launch.cost.layers.block import (
 )
 from pipette_launch.cost.layers.ends import depth_bytes
 from pipette_launch.cost.layers.mlp import Experts, Mlp
-from pipette_launch.cost.layers.passes import Load, PassLoads, is_captured
+from pipette_launch.cost.layers.passes import Load, PassLoads
 from pipette_launch.cost.layers.sparse import SharedSparse, Sparse
 from pipette_launch.cost.layers.ssm import Delta, Mamba
 from pipette_launch.facts.job import ITERATION, Job
@@ -39,6 +39,9 @@ _KERNELS_PER_COLLECTIVE = 3.0
 """Host time for one collective of torch's process group, divided by the host time for launching a kernel."""
 
 
+GRAPH_KERNELS = 2.0
+"""Number of launches that replace the kernels of a graph in one pass: a copy of the input into the graph's buffer, and
+the launch of the graph (Transformer Engine, graph.py, `Graphed`; Megatron core_v0.20, cuda_graphs.py)."""
 _ALONE = Layout()
 
 
@@ -111,30 +114,49 @@ def prediction_bytes(job: Job, layout: Layout) -> int:
 def kind_loads(job: Job, layout: Layout, kind: LayerKind) -> PassLoads:
     """Return the device's work for one layer.
 
-    For communication, only the host's launches of communication kernels count.
+    For communication, only the host's launches of communication kernels count. One graph holds all captured parts of a
+    layer. The host launches a graph of a whole iteration once, which counts as 0 launches of a layer.
     """
-    options, (first, *others) = performance_options(job), blocks_of(job.model, layout, kind)
-    loads = first.loads(job) + _around_blocks(first, len(BLOCKS[kind]))
-    loads = loads.without_launches(float(is_captured(options, first.graph_module)))
-    loads = sum((block.loads(job) for block in others), loads)
-    return loads.without_launches(float(is_captured(options, ITERATION)))
+    graphs = performance_options(job).graphs
+    parts: dict[str, PassLoads] = {}
+    for block in blocks_of(job.model, layout, kind):
+        parts |= _parts_with_norm(job, block)
+    captured = graphs.captured(parts)
+    launches = GRAPH_KERNELS if captured and graphs.impl != ITERATION else 0.0
+    launched = (loads.launched(0.0 if name in captured else 1.0) for name, loads in parts.items())
+    return sum(launched, PassLoads(forward=Load(kernels=launches), input_grad=Load(kernels=launches)))
 
 
-def _around_blocks(block: Block, blocks: int) -> PassLoads:
-    """Return the work of norms, residual connections, and the launches of tensor-parallel collectives.
+def _parts_with_norm(job: Job, block: Block) -> dict[str, PassLoads]:
+    """Return the work of a block's parts. The first part has the norm, and the last has the residual connection."""
+    norm, residual = _around_block(block)
+    parts = block.loads_of_parts(job)
+    parts[block.graph_parts[0]] += norm
+    parts[block.graph_parts[-1]] += residual
+    return parts
 
-    Each block has one norm and one bias-dropout-add over T * h elements, split over tp by sequence parallelism. The
-    backward adds up the gradients of block and residual connection, and sums gradients of biases over tokens.
+
+def _around_block(block: Block) -> tuple[PassLoads, PassLoads]:
+    """Return the work of a block's norm, and of its residual connection and tensor-parallel collectives.
+
+    Norm and bias-dropout-add run over T * h elements, split over tp by sequence parallelism. The backward adds up the
+    gradients of block and residual connection, and sums gradients of biases over tokens. For collectives, only their
+    launches count.
     """
     one, model, layout = block.residual_bytes, block.model, block.layout
     mask = 0.5 * one if model.hidden_dropout > 0 else 0.0
     biases = one if model.add_bias_linear else 0
     collectives = ((2, 3) if layout.sequence_parallel else (1, 1)) if layout.tp > 1 else (0, 0)
     forward, backward = (_KERNELS_PER_COLLECTIVE * count for count in collectives)
-    return PassLoads(
-        forward=Load(moved_bytes=blocks * (5 * one + mask), kernels=blocks * (3 + forward)),
-        input_grad=Load(moved_bytes=blocks * (5 * one + mask + 3 * one + biases), kernels=blocks * (5 + backward)),
+    norm = PassLoads(
+        forward=Load(moved_bytes=2 * one, kernels=1),
+        input_grad=Load(moved_bytes=3 * one, kernels=2),
     )
+    residual = PassLoads(
+        forward=Load(moved_bytes=3 * one + mask, kernels=2 + forward),
+        input_grad=Load(moved_bytes=5 * one + mask + biases, kernels=3 + backward),
+    )
+    return norm, residual
 
 
 def recompute_share(model: ModelSpec, layout: Layout, index_in_chunk: int, kind: LayerKind) -> float:

@@ -25,7 +25,7 @@ from pipette_launch.cost.layers.block import (
     has_narrow_copies,
     narrow_bits,
 )
-from pipette_launch.cost.layers.passes import Exchange, Group, Load, PassLoads, is_captured, matrix
+from pipette_launch.cost.layers.passes import Exchange, Group, Load, PassLoads, matrix
 from pipette_launch.facts.job import ITERATION, Job, PerformanceOptions
 from pipette_launch.facts.layout import Ints, Layout
 from pipette_launch.facts.model import ModelSpec
@@ -43,6 +43,8 @@ ROUTER_KERNELS, FUSED_ROUTER_KERNELS, FLEX_ROUTER_KERNELS = 65.0, 44.0, 24.0
 """Number of kernels of a router's forward: unfused, with `--moe-router-fusion`, and with a `flex` dispatcher too, which
 prepares the dispatch in one kernel. Backwards launch 80 % as many. In Megatron-LM's guide to DeepSeek-V3 on GB200 the
 router of DeepSeek-V3 launches 72, 31 and 17 kernels."""
+PREPARE_KERNELS, FLEX_PREPARE_KERNELS = FUSED_ROUTER_KERNELS - FLEX_ROUTER_KERNELS + 1.0, 1.0
+"""Number of the router's kernels that prepare the dispatch (`moe_preprocess`)."""
 EXPERT_KERNELS = 48.0
 """Number of kernels of dispatcher and experts in a forward; a backward launches 80 % as many."""
 GROUPED_KERNELS = 0.1
@@ -101,7 +103,7 @@ class _FeedForward(Block):
 class Mlp(_FeedForward):
     """Dense MLP."""
 
-    graph_module = "mlp"
+    graph_parts = ("mlp",)
     recompute_module = "mlp"
 
     def __init__(self, model: ModelSpec, layout: Layout) -> None:
@@ -177,6 +179,7 @@ class ExpertActivations(NamedTuple):
 class Experts(_FeedForward):
     """Block of router, experts, and shared expert."""
 
+    graph_parts = ("moe_router", "moe_preprocess", "moe")
     recompute_module = "moe"
 
     def __init__(self, model: ModelSpec, layout: Layout) -> None:
@@ -385,29 +388,44 @@ class Experts(_FeedForward):
 
     def loads(self, job: Job) -> PassLoads:
         """Return the work of router, dispatcher, shared expert, and k * T / t tokens in experts, for any ep and etp."""
+        return sum(self.loads_of_parts(job).values(), PassLoads())
+
+    def loads_of_parts(self, job: Job) -> dict[str, PassLoads]:
+        """Return the work of the router with the shared expert, of the preparation of the dispatch, and of the rest.
+
+        A shared expert that overlaps with the dispatcher is a part of the rest (TransformerConfig, `moe_router`).
+        """
+        options, is_flex = performance_options(job), _dispatcher(job) == "flex"
+        every = FLEX_ROUTER_KERNELS if is_flex else FUSED_ROUTER_KERNELS
+        prepare = FLEX_PREPARE_KERNELS if is_flex else PREPARE_KERNELS
+        router = (every if options.moe_router_fusion else ROUTER_KERNELS) - prepare
+        routed = matrix(self.local_tokens, self.num_experts, self.model.hidden_size, is_linear=False)
+        routed += PassLoads(forward=Load(kernels=router), input_grad=Load(kernels=0.8 * router))
+        prepared = PassLoads(forward=Load(kernels=prepare), input_grad=Load(kernels=0.8 * prepare))
+        shared, rest = self.mlp_loads(self.shared_width) if self.shared_width else PassLoads(), self._expert_loads(job)
+        if options.moe_shared_expert_overlap:
+            rest += shared
+        else:
+            routed += shared
+        return dict(zip(self.graph_parts, (routed, prepared, rest), strict=True))
+
+    def _expert_loads(self, job: Job) -> PassLoads:
+        """Return the work of dispatcher and experts."""
         model, options, local, width = self.model, performance_options(job), self.local_tokens, self.width
         routed, mine = model.moe_router_topk * local * self.layout.etp, self.local_experts
-        loads = matrix(local, self.num_experts, model.hidden_size, is_linear=False)
-        loads += matrix(routed / mine, self.gates * width, self.row_width, count=mine, half=GROUPED_HALF)
+        loads = matrix(routed / mine, self.gates * width, self.row_width, count=mine, half=GROUPED_HALF)
         loads += matrix(routed / mine, self.row_width, width, count=mine, half=GROUPED_HALF)
+        loads += self.activation_loads(routed * width)
         if model.moe_latent_size:
             loads += matrix(local, self.row_width, model.hidden_size) + matrix(local, model.hidden_size, self.row_width)
-        loads += self.activation_loads(routed * width)
         moved = _touches(job) * model.moe_router_topk * local * self.row_bytes
-        is_biased = model.add_bias_linear and not is_captured(options, ITERATION)
+        is_biased = model.add_bias_linear and options.graphs.impl != ITERATION
         biased = is_biased * BIASED_TOUCHES * routed * (self.gates * width + self.row_width) * model.dtype_bytes
         each = GROUPED_KERNELS * mine * (4 if options.fp8 or options.fp4 else 2)
-        loads += PassLoads(
+        return loads + PassLoads(
             forward=Load(moved_bytes=moved + biased, kernels=EXPERT_KERNELS + each),
             input_grad=Load(moved_bytes=moved + 1.5 * biased, kernels=0.8 * EXPERT_KERNELS + 1.5 * each),
         )
-        # A graph of scope `moe_router` launches the router, the preparation of the dispatch, and the shared expert.
-        fused = FLEX_ROUTER_KERNELS if _dispatcher(job) == "flex" else FUSED_ROUTER_KERNELS
-        router = fused if options.moe_router_fusion else ROUTER_KERNELS
-        captured = PassLoads(forward=Load(kernels=router), input_grad=Load(kernels=0.8 * router))
-        if self.shared_width:
-            captured += self.mlp_loads(self.shared_width)
-        return loads + captured.without_launches(float(is_captured(options, "moe_router")))
 
     def module_flops(self) -> dict[str, float]:
         """Return the FLOPs per token of all experts of a token, and of the shared expert alone."""
@@ -487,4 +505,4 @@ def _touches(job: Job) -> float:
     """
     if _dispatcher(job) != "flex":
         return 8.0
-    return 2.0 if is_captured(performance_options(job), ITERATION) else 6.0
+    return 2.0 if performance_options(job).graphs.impl == ITERATION else 6.0

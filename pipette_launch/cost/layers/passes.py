@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from pipette_launch.facts.job import ITERATION, PerformanceOptions
 from pipette_launch.facts.layout import Ints
 from pipette_launch.facts.measurements import CollectiveKind
 from pipette_launch.facts.model import LayerKind
@@ -75,19 +74,10 @@ class PassLoads:
     def __add__(self, other: PassLoads) -> PassLoads:
         return PassLoads(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
 
-    def without_launches(self, share: float) -> PassLoads:
-        """Remove the share of the kernels that a CUDA graph launches."""
+    def launched(self, times: float) -> PassLoads:
+        """Return the same work for the device, with the number of kernels that the host launches times `times`."""
         loads = {name: getattr(self, name) for name in self.__slots__}
-        return PassLoads(**{name: replace(load, kernels=(1 - share) * load.kernels) for name, load in loads.items()})
-
-
-def is_captured(options: PerformanceOptions, module: str) -> bool:
-    """Return True if a CUDA graph launches a module, or with `ITERATION` the whole step."""
-    if options.graphs.impl == ITERATION:
-        return module == ITERATION
-    # Graph scopes named as since release 0.18 do not lower the predicted time, because predictions for NVIDIA's hybrid
-    # models became worse.
-    return options.graphs.impl != "none" and module in options.cuda_graph_scope
+        return PassLoads(**{name: replace(load, kernels=times * load.kernels) for name, load in loads.items()})
 
 
 def matrix(

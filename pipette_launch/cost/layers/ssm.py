@@ -41,7 +41,7 @@ class Mamba(Block):
     d = channels of all heads, H = heads, c = convolved channels.
     """
 
-    graph_module = "mamba"
+    graph_parts = ("mamba",)
 
     def __init__(self, model: ModelSpec, layout: Layout) -> None:
         super().__init__(model, layout)
@@ -140,7 +140,7 @@ class Delta(Block):
     q = channels of the keys after each value head has a copy of its key, d = channels of a value head.
     """
 
-    graph_module = "attn"
+    graph_parts = ("attn",)
 
     def __init__(self, model: ModelSpec, layout: Layout) -> None:
         super().__init__(model, layout)

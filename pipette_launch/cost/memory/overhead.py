@@ -164,15 +164,16 @@ def uncounted(job: Job) -> tuple[str, ...]:
     without graphs.
     """
     options, found = performance_options(job), []
-    names = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
-    flags = [flag_of(name) for name in names if getattr(options, name) not in (False, "none")]
-    if flags and options.graphs.impl == ITERATION:
+    names = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_scope_deprecated")
+    flags = [flag_of(name) for name in names if getattr(options, name) not in (False, "none", ())]
+    flags = flags or [flag_of("cuda_graph_modules")]
+    if options.graphs.impl == ITERATION:
         found.append(
             f"{flags[0]}: the predicted memory has the graph's own pool and the inputs of all micro-batches, but no "
             f"graph for evaluation. Tensors of side streams stay until the graph ends, so devices may hold up to twice "
             f"the predicted memory."
         )
-    elif flags:
+    elif options.graphs.impl != "none":
         found.append(
             f"{flags[0]}: the memory of captured graphs is not in the predicted memory. Devices hold some GB more."
         )

@@ -217,7 +217,6 @@ NOT_MODELLED = (
 )
 """Effects that the predicted step time leaves out, one sentence each."""
 
-_ONE_BY_ONE = "kernels are priced as separate launches, and the step may be too long"
 UNEVEN = (
     "Every expert is priced with the same number of tokens, as under --moe-router-force-load-balancing. Published "
     "steps with a free router are 6 to 25 % longer."
@@ -226,8 +225,6 @@ UNEVEN = (
 _NCCL_DEFAULTS = "collectives are measured and priced with NCCL's default settings, and the step may be too"
 _WHOLE = "attention is priced over whole sequences instead of single documents, and the step may be too long"
 UNPRICED: tuple[tuple[str, Container[bool | str | int], str], ...] = (
-    ("enable_cuda_graph", frozenset({True}), _ONE_BY_ONE),
-    ("external_cuda_graph", frozenset({True}), _ONE_BY_ONE),
     ("optimizer_cpu_offload", frozenset({True}), "the optimizer is priced as on the device, and the step is too short"),
     (
         "cpu_offloading_num_layers",

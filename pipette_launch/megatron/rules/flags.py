@@ -533,9 +533,11 @@ def _graph_flags(f: FlagView) -> Iterator[Fault]:
         yield SCOPE, "old and new flags of the scope exclude each other"
     # The dynamic loss scale of fp16 replaces Megatron's check of losses and gradients for NaN.
     checks_nan = f.check_for_nan_in_loss_and_grad and not (f.fp16 and not f.loss_scale)
-    if checks_nan and (f.graphs == ITERATION or (f.graphs == LOCAL and ITERATION in f.graphed)):
+    if checks_nan and f.graphs == ITERATION:
         reason = "a graph of the whole iteration needs --no-check-for-nan-in-loss-and-grad"
         yield "cuda_graph_impl cuda_graph_scope", reason
+    if f.graphs == ITERATION and f.graphed and f.release >= (0, 18):
+        yield f"cuda_graph_impl {SCOPE}", "a graph of the whole iteration excludes graphs of modules"
     if f.graphs == ENGINE and ITERATION in f.graphed:
         yield "cuda_graph_impl cuda_graph_scope", "the whole iteration needs --cuda-graph-impl local"
 

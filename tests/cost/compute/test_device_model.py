@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
+from typing import Any
 
 import pytest
 from facts_for_tests import fine_grained_model, tiny_job, tiny_model
+from graph_spellings import LOCAL, SPELLINGS, TE, flags_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -361,6 +364,71 @@ def test_attention_hides_the_ring_of_a_pattern_that_begins_with_another_layer(pa
 
     assert share > 0
     assert share * forward_s == pytest.approx(ComputeTable(one, without).hiding(layout).core_attention_s)
+
+
+def layers_s(job: Job) -> float:
+    """Seconds of forward and backward of all layers of a micro-batch on a device whose host launches kernels slowly."""
+    machines = imagined(job, DEVICE, num_hosts=1, devices_per_host=1, layouts=[Layout()])
+    (passes,) = ComputeTable(job, machines).chunk_passes(Layout())
+    return passes.forward_s + passes.backward_s
+
+
+MAMBA = HybridLayers(pattern="MEM*M-ME", mamba_state_dim=16, mamba_num_heads=8, mamba_head_dim=16, mamba_num_groups=4)
+SHAPES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "experts": {"num_experts": 4, "moe_ffn_hidden_size": 128, "moe_layer_freq": (0, 1, 1, 1), "add_bias_linear": False},
+    "hybrid": {"num_experts": 4, "moe_ffn_hidden_size": 128, "add_bias_linear": False, "num_layers": 8}
+    | {"moe_layer_freq": (0, 1, 0, 0, 0, 0, 0, 1), "hybrid": MAMBA},
+}
+"""Models of each kind, in bf16 by Transformer Engine."""
+
+
+def shaped_job(shape: str, version: str = "0.20.0", words: str = "", **changes: object) -> Job:
+    """A job with a model of `SHAPES`."""
+    fields = {"transformer_impl": "transformer_engine", "attention_backend": "flash", "params_dtype": "bf16"}
+    model = tiny_model(**{**fields, **SHAPES[shape], **changes})
+    return tiny_job(model=model, megatron_version=version, performance_flags=flags_of(words))
+
+
+@pytest.mark.parametrize("meaning", SPELLINGS)
+def test_equal_graphs_have_equal_seconds(meaning: str) -> None:
+    """The release and the spelling of a flag do not change the price of graphs."""
+    seconds = {layers_s(shaped_job("dense", *each)) for each in SPELLINGS[meaning]}
+
+    assert 1 == len(seconds)
+
+
+@pytest.mark.parametrize(("shape", "hidden_size"), [(shape, size) for shape in SHAPES for size in (64, 2048)])
+def test_graphs_never_slow_a_job_down(shape: str, hidden_size: int) -> None:
+    """Each set of captured parts, by each implementation, saves launches or nothing."""
+    names = ("attn", "mlp", "mamba", "moe_router", "moe_preprocess", "moe")
+    sets = [some for count in range(len(names) + 1) for some in combinations(names, count)]
+    sizes = {"hidden_size": hidden_size, "kv_channels": hidden_size // 4}
+    eager_s = layers_s(shaped_job(shape, **sizes))
+    captured_s = [
+        layers_s(
+            shaped_job(shape, "0.20.0", f"{impl} --cuda-graph-modules {' '.join(some)}" if some else impl, **sizes)
+        )
+        for impl in (TE, LOCAL)
+        for some in sets
+    ]
+    iteration_s = layers_s(shaped_job(shape, "0.20.0", "--cuda-graph-impl full_iteration", **sizes))
+
+    assert max(captured_s) <= eager_s * (1 + 1e-12)
+    assert iteration_s <= min(captured_s) * (1 + 1e-12)
+    assert min(captured_s) < 0.9 * eager_s or hidden_size > 64
+
+
+def test_the_host_launches_ahead_over_mamba_layers_too() -> None:
+    """All layers of a pattern take as long together as their launches, although their device's shares differ."""
+    job = shaped_job("hybrid", seq_length=2048, max_position_embeddings=2048, hidden_size=512, kv_channels=128)
+    loads = [kind_loads(job, Layout(), kind).forward for kind in job.model.layer_kinds]
+    launches_s, device = [load.kernels * 1e-5 for load in loads], [device_s(DEVICE, BF16, load) for load in loads]
+    times = {time.part: time.forward.median_s for time in modelled_compute(job, DEVICE, [Layout()])}
+
+    assert any(busy > launched for busy, launched in zip(device, launches_s, strict=True))
+    assert sum(device) < sum(launches_s)
+    assert sum(launches_s) == pytest.approx(sum(times[kind] for kind in job.model.layer_kinds))
 
 
 def test_groups_across_hosts_use_all_cards() -> None:

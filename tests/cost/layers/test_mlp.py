@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from pipette_launch.cost.layers.block import Sizes
 from pipette_launch.cost.layers.kinds import kind_loads
-from pipette_launch.cost.layers.mlp import BIASED_TOUCHES, ROUTER_KERNELS, ExpertActivations, Experts
+from pipette_launch.cost.layers.mlp import (
+    BIASED_TOUCHES,
+    PREPARE_KERNELS,
+    ROUTER_KERNELS,
+    ExpertActivations,
+    Experts,
+)
 from pipette_launch.cost.layers.passes import PassLoads
 from pipette_launch.facts import Job, Layout
 
@@ -325,13 +331,20 @@ def test_biases_of_experts_are_kernels_of_their_own() -> None:
 def test_graphs_take_launches_off() -> None:
     """A graph launches attention, the router, or all kernels; the products do not change."""
     graph = ("--cuda-graph-impl transformer_engine",)
-    none, router, attention = (
+    none, router, prepared, attention = (
         kind_loads(moe_job(*flags), Layout(), "moe_layer")
-        for flags in ((), (*graph, "--cuda-graph-scope moe_router"), (*graph, "--cuda-graph-scope attn"))
+        for flags in (
+            (),
+            (*graph, "--cuda-graph-scope moe_router"),
+            (*graph, "--cuda-graph-scope moe_router moe_preprocess"),
+            (*graph, "--cuda-graph-scope attn"),
+        )
     )
     whole = kind_loads(moe_job("--cuda-graph-impl local", "--cuda-graph-scope full_iteration"), Layout(), "moe_layer")
 
-    assert kernels(none) - 1.8 * ROUTER_KERNELS == pytest.approx(kernels(router))
+    # The router's product has 1.5, 1.5 and 2 launches, its norm 1 and 2, and the graph 2 in each pass.
+    assert 1.8 * (ROUTER_KERNELS - PREPARE_KERNELS) + 5 + 3 - 4 == pytest.approx(kernels(none) - kernels(router))
+    assert 1.8 * PREPARE_KERNELS == pytest.approx(kernels(router) - kernels(prepared))
     assert kernels(none) > kernels(attention) > 0
     assert 0 == kernels(whole)
     assert none.forward.products == whole.forward.products

@@ -338,21 +338,10 @@ def test_balanced_routing_is_said_where_it_is_assumed(ep: int, flags: tuple[str,
     assert expected == any("6 to 25 % longer" in note for note in predictor.notes(Layout(dp=4, ep=ep)))
 
 
-def test_graphs_of_timed_layers_are_priced() -> None:
-    """No note says that kernels are launched one by one if the timed layers had the job's CUDA graphs."""
-    flags = ("--enable-cuda-graph",)
-    measured = replace(measurements(tiny_cluster()), versions={"torch": "2.13.0"}, timed_flags=flags)
-
-    notes = Predictor(job(performance_flags=flags), measured).notes(Layout(dp=4))
-
-    assert not [note for note in notes if "separate launches" in note or "Layers were timed" in note]
-
-
 @pytest.mark.parametrize(
     "flag",
     [
         "--optimizer-cpu-offload",
-        "--enable-cuda-graph",
         "--num-distributed-optimizer-instances 2",
     ],
 )

@@ -236,7 +236,7 @@ class Waiting:
         self._settings = settings
         self._next_line_s = FIRST_LINE_S
         self.is_spare = False
-        """True if the job had all its nodes when this node came. A spare trains only after another node is lost."""
+        """True if the job had started when this node came. A spare trains only after the other nodes meet again."""
         self._names: list[str] = []
         """Nodes present at the last look, kept because torch forgets these nodes after its time limit."""
 
@@ -256,7 +256,16 @@ class Waiting:
         settings = self._settings
         # Copy the participants in one step, because torch's thread adds participants meanwhile.
         self._names = sorted(one.addr for one in list(state.participants))
-        if getattr(self._inner, "_this_node", None) in state.redundancy_list and not self.is_spare:
+        this_node = getattr(self._inner, "_this_node", None)
+        # Nodes that rejoin torch's rendezvous are on its waiting list for a moment.
+        if this_node in state.wait_list and waited_s >= FIRST_LINE_S and not self.is_spare:
+            self.is_spare = True
+            say(
+                f"the job at {settings.endpoint} with --rdzv-id {settings.run_id} has started without this launcher, "
+                f"on {listed(self._names, MOST_NAMES)}; waiting up to {settings.join_s:.0f} s until its nodes meet "
+                f"again after a failure{settings.advice}"
+            )
+        if this_node in state.redundancy_list and not self.is_spare:
             self.is_spare = True
             nodes = "its one node" if settings.most_nodes == 1 else f"all its {settings.most_nodes} nodes"
             words = (
@@ -326,7 +335,13 @@ class AgentStoreHandler(RendezvousHandler):
         try:
             return self._met(began_s)
         except api.RendezvousTimeoutError as error:
-            missing = self._waiting.missing(time.monotonic() - began_s)
+            waited_s = time.monotonic() - began_s
+            if self._waiting.is_spare:
+                raise ClusterError(
+                    f"the job went on without this launcher for {waited_s:.0f} s, as long as --rdzv-conf join_timeout "
+                    "allows"
+                ) from error
+            missing = self._waiting.missing(waited_s)
             hints = advice(self._settings, os.environ)
             raise ClusterError(f"the nodes cannot meet: {missing}{hints}") from error
         except (api.RendezvousGracefulExitError, api.RendezvousClosedError, api.RendezvousConnectionError) as error:

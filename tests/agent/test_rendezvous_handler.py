@@ -331,11 +331,15 @@ class Participant(NamedTuple):
 class Meeting:
     """Stands for torch's dynamic rendezvous: its state, and how its call ends."""
 
-    def __init__(self, *names: str, is_full: bool = False, end: Exception | None = None) -> None:
+    def __init__(self, *names: str, is_full: bool = False, is_late: bool = False, end: Exception | None = None) -> None:
         nodes = [Participant(name) for name in names]
-        self._this_node = "spare" if is_full else nodes[0]
+        self._this_node = "spare" if is_full or is_late else nodes[0]
         self._store = HashStore()
-        state = SimpleNamespace(participants=nodes, redundancy_list={"spare"} if is_full else set())
+        state = SimpleNamespace(
+            participants=nodes,
+            redundancy_list={"spare"} if is_full else set(),
+            wait_list={"spare"} if is_late else set(),
+        )
         self._state_holder = SimpleNamespace(state=state)
         self._end = end
         self.is_closed_by_us = False
@@ -462,6 +466,18 @@ def test_a_launcher_too_many_waits_for_a_lost_node_aloud(capsys: pytest.CaptureF
     ) == said
 
 
+def test_a_launcher_that_comes_after_the_start_prints_once_that_it_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    """A node that rejoins is on torch's waiting list for a moment, and prints nothing."""
+    place = settings(least_nodes=1, most_nodes=3, advice="; SLURM")
+    said = lines(Meeting("n1", "n0", is_late=True), place, (1.0, 15.0, 100.0), capsys)
+
+    assert (
+        "pipette-launch: the job at n0:29500 with --rdzv-id none has started without this launcher, on n0, n1; "
+        "waiting up to 600 s until its nodes meet again after a failure; SLURM\n"
+    ) == said
+    assert "" == lines(Meeting("n1", "n0", is_late=True), place, (1.0, 14.0), capsys)
+
+
 def test_a_second_launcher_of_one_node_ends_at_once() -> None:
     """A job of one node replaces nobody, so it would wait in vain."""
     looks = Waiting(Meeting("n0", is_full=True), settings(least_nodes=1, most_nodes=1, advice="; SLURM"))  # type: ignore[arg-type]
@@ -482,6 +498,7 @@ def test_a_rendezvous_of_another_kind_is_left_alone(capsys: pytest.CaptureFixtur
     ("end", "is_full", "expected"),
     [
         (RendezvousTimeoutError(), False, "the nodes cannot meet: 1 of 2 nodes have come to n0:29500 in 0 s"),
+        (RendezvousTimeoutError(), True, "the job went on without this launcher for 0 s, as long as --rdzv-conf join_"),
         (RendezvousGracefulExitError(), True, "the job has ended with its own nodes, and this launcher took no part"),
         (RendezvousConnectionError(), True, "the job has ended with its own nodes, and this launcher took no part"),
         (

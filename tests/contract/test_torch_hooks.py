@@ -117,7 +117,7 @@ def test_the_state_of_a_meeting_can_be_read() -> None:
     state = dynamic_rendezvous._RendezvousState()
 
     assert [name for name in ("_this_node", "_store", "_state_holder") if f"self.{name} = " not in source] == []
-    assert ({}, set()) == (state.participants, state.redundancy_list)
+    assert ({}, set(), set()) == (state.participants, state.redundancy_list, state.wait_list)
     assert "addr" in inspect.signature(dynamic_rendezvous._NodeDesc).parameters
 
 

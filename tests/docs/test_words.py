@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from doc_pages import PAGES, ROOT, blocks, name_of
+from torch.distributed.run import get_args_parser
 
 from pipette_launch.cli import launcher
 from pipette_launch.cli.pipette import COMMANDS
@@ -30,6 +31,15 @@ def test_every_flag_of_the_launcher_is_documented() -> None:
     ours = [flag for flag in undocumented(launcher.parser()) if flag.startswith("--pipette-")]
 
     assert [] == ours
+
+
+def test_every_flag_of_torchrun_is_on_its_page() -> None:
+    """docs/torchrun.md names each flag of the installed torchrun, so that a new flag of torch is compared first."""
+    page = (ROOT / "docs" / "torchrun.md").read_text()
+    options = [action.option_strings for action in get_args_parser()._actions if action.option_strings]
+    spelt = [[name for name in names if name.startswith("--")] for names in options]
+
+    assert ["--help"] == [names[0] for names in spelt if not any(f"`{name}`" in page for name in names)]
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))

@@ -62,6 +62,8 @@ ENDS = {
     "cpu_s": "processor time of all launchers and workers",
     "first_cpu_s": "processor time of the first launcher",
 }
+WRONG = ("late", "false", "hung", "left", "trouble", "split")
+"""Figures of a run that are empty or false unless something went wrong."""
 MEMORY = ("MiB alone, in training", "MiB with its share of common pages", "open files")
 LOST, TROUBLE = re.compile(r"(h\d{3}) is lost"), re.compile(r"Traceback|error of pipette-launch itself|in vain")
 PHASES = {
@@ -76,8 +78,9 @@ PHASES = {
 REMARKS = """Real: launchers, torch's rendezvous, messages, plans, processes, and the network between namespaces. All
 launchers are forked from one interpreter with all imports done. Stand-ins: the training, which needs no imports and
 prints an iteration line twice a second, and the measuring workers, whose links are drawn (`plan_machines`). A silent
-host drops all packets. A cut drops all packets between two parts of the network. A slow disk delays each opening for
-writing, renaming and deleting by 0.2 s. Cells are medians, with the largest value in brackets.
+host drops all packets. A cut drops all packets between two parts of the network; a firewall also answers each TCP
+packet with RST. A slow disk delays each opening for writing, renaming and deleting by 0.2 s. Cells are medians, with
+the largest value in brackets.
 
 A run is late if a recovery or an end takes longer than the deadlines of the waits that follow each other, on a busy
 machine too. A healthy host was taken for lost if a line says so, or if its launcher does not end with 0."""
@@ -188,6 +191,7 @@ def follow(job: Job, case: Case, hit: set[int], at_s: float) -> dict[str, Any]:
     told = [line for line in job.lines if line.text.startswith("pipette-launch: ") and line.at_s >= at_s]
     names = {int(name[1:]) for line in told if line.host in healthy for name in LOST.findall(line.text)}
     failed = {host for host in healthy if job.codes.get(host) != 0} if case.goes_on else set()
+    is_cut = case.how in ("cut", "rejected")
     lines = (line.text[:200] for line in job.lines if line.host in healthy and TROUBLE.search(line.text))
     return {
         "recovered_s": again[0] - at_s if again else None,
@@ -198,6 +202,7 @@ def follow(job: Job, case: Case, hit: set[int], at_s: float) -> dict[str, Any]:
         "hit_ends_s": time.monotonic() - at_s,
         "false": sorted((names | failed) - hit),
         "hung": sorted(job.running),
+        "split": is_cut and sum(one.name == "train" and one.rank == 0 and one.at_s >= at_s for one in job.events) > 1,
         "words": next((line.text[16:] for line in told if "lost" in line.text or "error" in line.text), "")[:300],
         "trouble": sorted(set(lines))[:3] if case.goes_on else [],
     }
@@ -251,13 +256,13 @@ def late(case: Case, found: dict[str, Any]) -> bool:
         return recovers_late or bool(found["ends_s"] > case.limit_s())
     steps_s = found["recovered_s"] - found["last_worker_s"]
     recovers_late = found["last_worker_s"] > case.limit_s() or steps_s > FIRST_STEP_S
-    hit_late = case.how == "cut" and found["hit_ends_s"] > case.hit_limit_s(found["size"])
+    hit_late = case.how in ("cut", "rejected") and found["hit_ends_s"] > case.hit_limit_s(found["size"])
     return bool(recovers_late or hit_late or found["ends_s"] > ENDS_S)
 
 
 def is_well(found: dict[str, Any]) -> bool:
-    """Return true if a run kept its deadlines, left no process, and took no healthy host for lost."""
-    return not any(found.get(name, True) for name in ("late", "false", "hung", "left", "trouble"))
+    """Return true if a run kept its deadlines, left no process, took no healthy host for lost, and trained once."""
+    return not any(found.get(name, True) for name in WRONG)
 
 
 # -- all runs -----------------------------------------------------------------------------------------------------
@@ -289,7 +294,7 @@ def line_of(found: dict[str, Any]) -> str:
     """Return one line about a run."""
     names = ("start_s", "last_worker_s", "recovered_s", "ends_s", "hit_ends_s", "took_s")
     seconds = ", ".join(f"{name} {found[name]:.1f}" for name in names if found.get(name) is not None)
-    wrong = {name: found.get(name) for name in ("late", "false", "hung", "left", "trouble", "reached")}
+    wrong = {name: found.get(name) for name in (*WRONG, "reached")}
     head = f"{found['size']} #{found['number']} {found['case']}: {seconds}, load {found['load']:.1f}"
     return f"{head}{'' if is_well(found) else f' BAD {wrong}'}; {found.get('words', '')}"
 
@@ -312,13 +317,13 @@ def report(done: Sequence[dict[str, Any]], flags: Sequence[str]) -> Iterator[str
         f"Python {platform.python_version()}, torch {torch.__version__}."
     )
     yield REMARKS
-    counts = {name: sum(bool(one.get(name)) for one in done) for name in ("late", "false", "hung", "left", "trouble")}
+    counts = {name: sum(bool(one.get(name)) for one in done) for name in WRONG}
     injections = sum(one["case"] != "normal end" for one in done)
     yield (
         f"{len(done)} starts, {injections} injections, {well} runs without a fault. Runs past a deadline: "
         f"{counts['late']}; runs in which a healthy host was taken for lost: {counts['false']}; launchers that hung: "
         f"{counts['hung']}; runs that left a process: {counts['left']}; runs with an error of the launcher: "
-        f"{counts['trouble']}."
+        f"{counts['trouble']}; cuts after which both parts trained: {counts['split']}."
     )
     sizes = sorted({one["size"] for one in done})
     yield "## Starts"

@@ -25,13 +25,14 @@ from pipette_launch.defaults import (
     START_S,
 )
 
-How = Literal["killed", "silent", "stopped", "told", "cut", "nothing"]
+How = Literal["killed", "silent", "stopped", "told", "cut", "rejected", "nothing"]
 FOUND_S = {
     "killed": NEWS_S + PROBE_S + PROOF_S,
     "silent": 2 * HOST_SILENCE_S + PROOF_S,
     "stopped": 2 * HOST_SILENCE_S + PROOF_S,
     "told": NEWS_S + PROBE_S + PROOF_S,
     "cut": 2 * HOST_SILENCE_S + PROOF_S,
+    "rejected": 2 * HOST_SILENCE_S + PROOF_S,
     "nothing": 0.0,
 }
 """Longest time (s) until all healthy launchers have met: the sum of the deadlines of the waits that follow each other.
@@ -63,7 +64,7 @@ class Case:
 
     def hosts(self, size: int, draw: random.Random) -> list[int]:
         """Draw the hosts that are hit."""
-        if self.how == "cut":
+        if self.how in ("cut", "rejected"):
             return [host for host in range(size) if host * ZONES // size >= ZONES - round(self.share * ZONES)]
         if self.how == "nothing":
             return []
@@ -83,7 +84,7 @@ class Case:
 
     def hit_limit_s(self, size: int) -> float:
         """Return the longest time from the injection to the end of the launchers that were hit and still run."""
-        cut_s = HOST_SILENCE_S * math.ceil(math.log(size, 4)) if self.how == "cut" else 0.0
+        cut_s = HOST_SILENCE_S * math.ceil(math.log(size, 4)) if self.how in ("cut", "rejected") else 0.0
         return FOUND_S[self.how] + cut_s + ENDS_S
 
 
@@ -95,8 +96,8 @@ def inject(job: Job, case: Case, hosts: Sequence[int]) -> None:
         network.silence(hosts)
     if case.how in ("killed", "silent"):
         network.kill(hosts)
-    elif case.how == "cut":
-        network.cut(range(ZONES - round(case.share * ZONES), ZONES))
+    elif case.how in ("cut", "rejected"):
+        network.cut(range(ZONES - round(case.share * ZONES), ZONES), rejects=case.how == "rejected")
     elif case.how == "told":
         for pid in pids:
             os.kill(pid, signal.SIGTERM)
@@ -129,6 +130,8 @@ CASES = (
     Case(name="all told to end (SIGTERM)", how="told", share=1, goes_on=False),
     Case(name="a quarter cut off", how="cut", share=0.25),
     Case(name="the network cut into halves", how="cut", share=0.5),
+    Case(name="a firewall rejects between halves", how="rejected", share=0.5),
+    Case(name="a firewall rejects a quarter", how="rejected", share=0.25),
     Case(name="slow disk of the first host, 5 % killed", how="killed", share=FEW, slow_disks=0.2),
     Case(name="slow disk of the first host", how="nothing", is_cold=True, slow_disks=0.2),
     Case(name="5 % killed in the rendezvous", how="killed", share=FEW, phase="rendezvous", after_s=1.0,

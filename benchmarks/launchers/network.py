@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+import sys
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from benchmarks.netlab.system import NETNS, LabError, batch, kill_until_gone, namespaces
 
 GATEWAY = "169.254.1.1"
+FIREWALL = Path(__file__).parent / "firewall.py"
 ZONES = 4
 """Parts of the network between which packets can be dropped."""
 
@@ -27,6 +29,7 @@ class Network:
         self._homes: dict[tuple[int, int], int] = {}
         self._silent: set[int] = set()
         self._cut: list[str] = []
+        self._firewall: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Network:  # noqa: PYI034 - typing.Self needs Python 3.11
         """Make the hosts, and give each a route to all others."""
@@ -77,15 +80,25 @@ class Network:
         lines = [f"rule add {way} {address}/32 blackhole" for address in addresses for way in ("from", "to")]
         batch("ip", lines, namespace=self._router)
 
-    def cut(self, zones: Sequence[int]) -> None:
-        """Drop all packets between these zones and the other zones."""
+    def cut(self, zones: Sequence[int], *, rejects: bool = False) -> None:
+        """Drop all packets between these zones and the other zones; a firewall that `rejects` answers with RST."""
         rest = [zone for zone in range(ZONES) if zone not in zones]
         ways = [pair for one in zones for other in rest for pair in ((one, other), (other, one))]
         self._cut = [f"from 10.77.{one}.0/24 to 10.77.{other}.0/24 blackhole" for one, other in ways]
         batch("ip", [f"rule add {rule}" for rule in self._cut], namespace=self._router)
+        if rejects:
+            cuts = [f"10.77.{one}>10.77.{other}" for one, other in ways]
+            command = ["ip", "netns", "exec", self._router, sys.executable, "-IS", str(FIREWALL), *cuts]
+            self._firewall = subprocess.Popen(command, stdout=subprocess.PIPE)
+            assert self._firewall.stdout is not None
+            self._firewall.stdout.readline()
 
     def mend(self) -> None:
         """Let all packets pass again."""
+        if self._firewall is not None:
+            self._firewall.kill()
+            self._firewall.communicate()
+            self._firewall = None
         lines = [f"rule del {rule}" for rule in self._cut]
         addresses = [self.addresses[one] for one in self._silent]
         lines += [f"rule del {way} {address}/32 blackhole" for address in addresses for way in ("from", "to")]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import socket
+import struct
 from typing import Any
 
 import pytest
 
 from benchmarks.bench_launchers import is_well, late
+from benchmarks.launchers import firewall
 from benchmarks.launchers.faults import CASES, ENDS_S, Case
 
 KILLED, CUT, TOLD = (next(case for case in CASES if name in case.name) for name in ("5 % killed", "halves", "all told"))
@@ -36,7 +39,7 @@ def test_a_run_that_misses_a_deadline_is_late(case: Case, found: dict[str, Any],
 
 def test_a_fault_of_any_kind_makes_a_run_bad() -> None:
     """A run whose verdict is missing is bad too."""
-    well: dict[str, Any] = {"late": False, "false": [], "hung": [], "left": [], "trouble": []}
+    well: dict[str, Any] = {"late": False, "false": [], "hung": [], "left": [], "trouble": [], "split": False}
 
     assert is_well(well)
     assert not any(is_well(well | {name: ["h001"]}) for name in well)
@@ -59,3 +62,19 @@ def test_hosts_that_are_hit_are_as_many_as_the_case_says() -> None:
         )
     )
     assert all((0 in hit[case.name]) == (case.first or case.share == 1) for case in CASES)
+
+
+def test_a_firewall_answers_only_packets_between_cut_parts() -> None:
+    """The answer to a first packet (SYN) acknowledges it, as RFC 9293 requires of RST, and has valid checksums."""
+    source, target = (socket.inet_aton(one) for one in ("10.77.0.1", "10.77.2.3"))
+    outer = struct.pack("!BBHHHBBH4s4s", 0x45, 0, 40, 0, 0, 64, firewall.TCP, 0, source, target)
+    frame = b"routerhost01\x08\x00" + outer + struct.pack("!HHIIBBHHH", 4000, 29400, 7, 0, 0x50, firewall.SYN, 0, 0, 0)
+
+    answer = firewall.reset(frame, {"10.77.0>10.77.2"})
+    ports = struct.unpack("!HHIIBB", answer[34:48])
+    pseudo = answer[26:34] + struct.pack("!BBH", 0, firewall.TCP, 20)
+
+    assert (b"host01router", target + source) == (answer[:12], answer[26:34])
+    assert (29400, 4000, 0, 8, 0x50, firewall.RST | firewall.ACK) == ports
+    assert [b"\0\0"] * 2 == [firewall.checksum(part) for part in (answer[14:34], pseudo + answer[34:])]
+    assert b"" == firewall.reset(frame, {"10.77.2>10.77.0"})

@@ -177,7 +177,7 @@ class Counted:
 class NoFinder:
     """Stands in for the threads of played agents that look for lost agents."""
 
-    def __init__(self, _peers: Any) -> None:
+    def __init__(self, _peers: Any, _connections: Any) -> None:
         self.peer, self.lost = None, ""
 
     def stop(self) -> None:

@@ -12,7 +12,18 @@ from typing import TypeAlias
 
 from torch.distributed import Store
 
-from pipette_launch.agent.peers import GONE, SILENT, PeerWatch, ReachSweep, answers, connected, why_unreachable
+from pipette_launch.agent.peers import (
+    GONE,
+    MOST_KEPT,
+    RETRY_S,
+    SILENT,
+    OpenConnections,
+    PeerWatch,
+    ReachSweep,
+    answers,
+    connected,
+    why_unreachable,
+)
 from pipette_launch.agent.signature import Signer
 from pipette_launch.agent.store import (
     BROKEN,
@@ -33,6 +44,7 @@ REJOIN = "rejoin"
 """Answer that sends all agents through torch's rendezvous again, because another node waits in torch's rendezvous."""
 PARTED = "parted: "
 """First word of the answer to agents whose part of a divided network must end; the reason follows."""
+REFUSING = "it refuses connections, as a firewall may do"
 LEFT_OUT = "left out"
 """Answer to an agent if the other agents went on without that agent."""
 
@@ -68,8 +80,11 @@ class Membership:
         """Rank of each agent in torch's rendezvous, by token."""
         self._lost: dict[str, str] = {}
         """Reasons why members are believed lost, by token. The next meeting does not wait for lost members."""
-        self._surely_gone: set[str] = set()
-        """Lost members that have surely ended, as reported by their kernels or by the members themselves."""
+        self._left: set[str] = set()
+        """Lost members that reported their own end."""
+        self._refusing: set[str] = set()
+        """Lost members whose hosts refuse connections: the members have ended, or a firewall rejects this agent."""
+        self._connections = OpenConnections()
         self._leader: Member | None = None
         """The agent that made the last decision."""
         self._leader_store: Store | None = None
@@ -116,7 +131,7 @@ class Membership:
         if min(member.node_rank for member in self._members) >= 0:
             # A static rendezvous promises the order of --node-rank, but torch's group ranks follow the addresses.
             self._members = tuple(sorted(self._members, key=lambda member: member.node_rank))
-        self._lost, self._surely_gone = {}, set()
+        self._lost, self._left, self._refusing = {}, set(), set()
         self._leader, self._leader_store = None, None
 
     @property
@@ -183,7 +198,7 @@ class Membership:
         while batch := [one for one in before if one.token not in self._lost][:number]:
             found = unreachable(batch, timeout_s=HOST_SILENCE_S)
             self._lost |= found
-            self._surely_gone |= {token for token, why in found.items() if why == GONE}
+            self._refusing |= {token for token, why in found.items() if why == GONE}
             if len(found) < len(batch):
                 return
             number = min(4 * number, MOST_AT_ONCE)
@@ -241,7 +256,7 @@ class Membership:
             return self._leader_store
         why = why_unreachable(leader, timeout_s=HOST_SILENCE_S)
         if why == GONE:
-            self._surely_gone.add(leader.token)
+            self._refusing.add(leader.token)
         if why:
             raise StoreGone(why)
         try:
@@ -255,14 +270,18 @@ class Membership:
         ends_s = time.monotonic() + 2 * PEER_WAIT_S
         pauses_s = growing_pauses(len(self._members))
         key = f"answer/{self._own.token}/{self._num_meetings}"
+        reported: frozenset[str] = frozenset()
         while True:
+            for token in (ended := self._connections.ended()) - reported:
+                desk.put(f"ended/{token}", GONE)
+            reported = ended
             # The leader stores all answers before the name of the round.
             now = desk.peek("round")
             if (answer := desk.peek(key)) is not None:
                 return answer
             left = self._round_store and desk.peek(f"{self._round_store.generation}/left/{leader.token}")
             if left:
-                self._surely_gone.add(leader.token)
+                self._left.add(leader.token)
                 raise StoreGone(left)
             if now is not None and now not in self._past:
                 # The leader may have answered an older arrival of this agent.
@@ -283,7 +302,7 @@ class Membership:
         if self._round_store is not None and self._leader == self._own:
             self._round_store.put("alarm", "a meeting")
         arrivals = self._gather()
-        if why := self._why_parted(len(arrivals)):
+        if why := self._proved_parted(len(arrivals)):
             self._answer_all(arrivals, dict.fromkeys(arrivals, f"{PARTED}{why}"))
             time.sleep(PROOF_S)  # Other agents read the answer in this agent's store, which ends with this agent.
             raise ClusterError(why)
@@ -358,7 +377,7 @@ class Membership:
         for member, (why, lost) in zip(missing, found, strict=True):
             left = self._reported(member, "left")
             if why == GONE or left:
-                self._surely_gone.add(member.token)
+                (self._left if left else self._refusing).add(member.token)
                 self._lost[member.token] = left or why
             elif not (why or lost):
                 missed_s.pop(member.token, None)
@@ -382,17 +401,37 @@ class Membership:
             return ""
         return self._round_store.peek(f"{what}/{member.token}") or ""
 
+    def _proved_parted(self, num_arrivals: int) -> str:
+        """Return `_why_parted`, after a wait for proofs that agents which refuse connections have ended."""
+        ends_s = time.monotonic() + PROOF_S
+        while (why := self._why_parted(num_arrivals)) and time.monotonic() < ends_s:
+            if self._refusing <= self._surely_gone():
+                break
+            time.sleep(RETRY_S)
+        return why
+
+    def _surely_gone(self) -> set[str]:
+        """Return the tokens of lost members that have surely ended.
+
+        A refused connection is a proof only after an open connection ended, because a firewall may refuse connections.
+        """
+        ended = self._connections.ended()
+        return self._left | {one for one in self._refusing if one in ended or self._desk.has(f"ended/{one}")}
+
     def _why_parted(self, num_arrivals: int) -> str:
         """Return why this part of a divided network must end; empty if only this part may continue the job."""
-        came = 1 + num_arrivals
-        possible = len(self._members) - len(self._surely_gone)
+        came, gone = 1 + num_arrivals, self._surely_gone()
+        possible = len(self._members) - len(gone)
         # Before the first meeting no agent has led. If the network is cut into halves then, only the half with the
         # first agent continues.
         keeps_store = self._own == (self._leader or self._members[0])
         if 2 * came > possible or (2 * came == possible and keeps_store):
             return ""
+        reasons = {
+            REFUSING if token in self._refusing else why for token, why in self._lost.items() if token not in gone
+        }
         return (
-            f"this node reaches {came} of {possible} nodes that may still run ({', '.join(set(self._lost.values()))}); "
+            f"this node reaches {came} of {possible} nodes that may still run ({', '.join(sorted(reasons))}); "
             f"it ends here, so that two parts of the job do not train at once"
         )
 
@@ -403,7 +442,8 @@ class Membership:
     # -- the round ------------------------------------------------------------------------------------------------
 
     def _begin(self, known: Members, round_store: RoundStore) -> RoundStore:
-        self._members, self._lost, self._surely_gone = known.members, {}, set()
+        self._members = known.members
+        self._lost, self._left, self._refusing = {}, set(), set()
         self._past.add(known.generation)
         self._out_of_reach |= {token for pair in known.cut if self._own.token in pair for token in pair}
         self._out_of_reach.discard(self._own.token)
@@ -411,7 +451,9 @@ class Membership:
         # PeerWatch observes the next agent in the list, and ReachSweep connects to all remaining agents in turn.
         turned = (*self._members[place + 1 :], *self._members[:place])
         others = [member for member in turned if member.token not in self._out_of_reach]
-        self._finders = (PeerWatch(others[:1]), ReachSweep(others[1:])) if others else ()
+        self._connections.keep_only(others[: 1 + MOST_KEPT])
+        watch, sweep = PeerWatch(others[:1], self._connections), ReachSweep(others[1:], self._connections)
+        self._finders = (watch, sweep) if others else ()
         self._round_store = round_store
         return round_store
 

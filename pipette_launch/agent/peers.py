@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import wait
+from functools import partial
 
 from torch.distributed import Store, TCPStore
 
@@ -30,8 +32,69 @@ RETRY_S = 0.05
 NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 GONE = "its agent is gone"
 SILENT = f"silent for {HOST_SILENCE_S:.0f} s"
+MOST_KEPT = 16
+"""Number of agents to which an agent keeps connections open."""
 SWEEP_S = 60.0
 """Seconds in which each agent connects to each other agent at least once. In a small job it does so more often."""
+
+logger = logging.getLogger(__name__)
+
+
+class OpenConnections:
+    """Connections to other agents' stores, on which no agent sends bytes.
+
+    The kernel ends a connection with FIN after the end of the other process. A firewall that rejects packets answers
+    with RST or ICMP. So the end of a connection distinguishes an agent that is gone from an agent that is cut off.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, socket.socket] = {}
+        self._over: list[socket.socket] = []
+        """Connections that ended. Another thread may still poll them, and their descriptors must not get a new use."""
+        self._ended: set[str] = set()
+        self._lock = threading.Lock()
+
+    def keep(self, peer: Member, connection: socket.socket) -> socket.socket:
+        """Keep a connection unless an older one is still open; close the other one, and return the kept connection."""
+        with self._lock:
+            self._look()
+            if peer.token not in self._open:
+                connection.setblocking(False)
+                # A firewall forgets a connection that is silent for days, so the kernel sends a packet every two hours.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                self._open[peer.token] = connection
+            if self._open[peer.token] is not connection:
+                connection.close()
+            return self._open[peer.token]
+
+    def keep_only(self, peers: Collection[Member]) -> None:
+        """Close the connections to all agents but these. No thread may poll the others."""
+        tokens = {peer.token for peer in peers}
+        with self._lock:
+            for connection in (*self._over, *(self._open.pop(token) for token in self._open.keys() - tokens)):
+                connection.close()
+            self._over.clear()
+
+    def ended(self) -> frozenset[str]:
+        """Return the tokens of the agents whose processes have ended, as their kernels reported."""
+        with self._lock:
+            self._look()
+            return frozenset(self._ended)
+
+    def _look(self) -> None:
+        """Note the connections that ended. Only the first look at a connection finds its error."""
+        for token, connection in list(self._open.items()):
+            try:
+                connection.recv(1, socket.MSG_PEEK)
+                self._ended.add(token)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                logger.info("the connection to another agent broke, which does not prove its end: %s", error)
+            self._over.append(self._open.pop(token))
+
+    def __del__(self) -> None:
+        self.keep_only(())
 
 
 class LostFinder(threading.Thread):
@@ -39,8 +102,9 @@ class LostFinder(threading.Thread):
 
     NAME = "pipette-reach"
 
-    def __init__(self, peers: Sequence[Member]) -> None:
+    def __init__(self, peers: Sequence[Member], connections: OpenConnections) -> None:
         super().__init__(name=self.NAME, daemon=True)
+        self._connections = connections
         self.peer = peers[0] if peers else None
         """Agent that is lost, or was checked last; None if no agents are to be checked."""
         self.lost = ""
@@ -85,17 +149,18 @@ class PeerWatch(LostFinder):
     def _why_connection_ended(self, peer: Member) -> str:
         """Keep a connection open until it ends; return why the agent is lost, or "" if the agent still runs."""
         try:
-            with socket.create_connection((peer.address, peer.port), timeout=HOST_SILENCE_S) as connection:
-                store = connected(peer, within_s=FIRST_ANSWER_S)
-                # Use poll(): select() takes no descriptor above 1023, and the first agent has all agents' connections.
-                ended = select.poll()
-                ended.register(connection, select.POLLIN)
+            opened = socket.create_connection((peer.address, peer.port), timeout=HOST_SILENCE_S)
+            connection = self._connections.keep(peer, opened)
+            store = connected(peer, within_s=FIRST_ANSWER_S)
+            # Use poll(): select() takes no descriptor above 1023, and the first agent has all agents' connections.
+            ended = select.poll()
+            ended.register(connection, select.POLLIN)
+            self._has_answer.set()
+            # No agent sends bytes on this connection, so the connection becomes readable only when it is closed.
+            while not (self._is_over.is_set() or ended.poll(1000 * PAUSE_S)):
+                self._ask()
+                within(HOST_SILENCE_S, lambda: store.check(["pipette"]))
                 self._has_answer.set()
-                # No agent sends bytes on this connection, so the connection becomes readable only when it is closed.
-                while not (self._is_over.is_set() or ended.poll(1000 * PAUSE_S)):
-                    self._ask()
-                    within(HOST_SILENCE_S, lambda: store.check(["pipette"]))
-                    self._has_answer.set()
         except TimeoutError:
             return SILENT
         except (OSError, RuntimeError):
@@ -108,14 +173,16 @@ class ReachSweep(LostFinder):
     """Thread that connects to the other agents in turn, until an agent is lost."""
 
     def run(self) -> None:
-        """Connect to each agent about once in `SWEEP_S`."""
+        """Connect to each agent about once in `SWEEP_S`, and keep the connections to the next `MOST_KEPT` agents."""
+        kept = self._peers[:MOST_KEPT]
         pause_s = min(PAUSE_S, SWEEP_S / len(self._peers))
         for peer in itertools.cycle(self._peers):
             if self.lost or self._is_over.wait(pause_s):
                 return
             self._ask()
             # The neighbour of an agent notices the agent's end at once, unless the wire between the two agents is cut.
-            self.peer, self.lost = peer, why_unreachable(peer, timeout_s=HOST_SILENCE_S)
+            then = partial(self._connections.keep, peer) if peer in kept else socket.socket.close
+            self.peer, self.lost = peer, why_unreachable(peer, timeout_s=HOST_SILENCE_S, then=then)
             self._has_answer.set()
 
 
@@ -154,13 +221,18 @@ def answers(peer: Member, *, within_s: float) -> bool:
     return True
 
 
-def why_unreachable(peer: Member, *, timeout_s: float) -> str:
-    """Connect to an agent's port; return `GONE`, `SILENT`, or "" if its kernel accepts the connection."""
+def why_unreachable(
+    peer: Member, *, timeout_s: float, then: Callable[[socket.socket], object] = socket.socket.close
+) -> str:
+    """Connect to an agent's port; return `GONE`, `SILENT`, or "" if its kernel accepts the connection.
+
+    `then` gets the connection. `GONE` means that the connection is refused, which a firewall may do too.
+    """
     ends_s = time.monotonic() + timeout_s
     while True:
         left_s = ends_s - time.monotonic()
         try:
-            socket.create_connection((peer.address, peer.port), timeout=max(left_s, RETRY_S)).close()
+            connection = socket.create_connection((peer.address, peer.port), timeout=max(left_s, RETRY_S))
         except ConnectionRefusedError:
             return GONE
         except TimeoutError:
@@ -174,4 +246,5 @@ def why_unreachable(peer: Member, *, timeout_s: float) -> str:
             # A route may be missing only for a moment.
             time.sleep(RETRY_S)
         else:
+            then(connection)
             return ""

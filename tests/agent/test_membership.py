@@ -115,9 +115,9 @@ class Agents:
 def cut_wires(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes ports unreachable, for all agents of this process."""
 
-    def cut(*ports: int) -> None:
+    def cut(*ports: int, reason: str = SILENT) -> None:
         def why(peer: Member, *, timeout_s: float) -> str:
-            return SILENT if peer.port in ports else why_unreachable(peer, timeout_s=timeout_s)
+            return reason if peer.port in ports else why_unreachable(peer, timeout_s=timeout_s)
 
         monkeypatch.setattr(membership, "why_unreachable", why)
 
@@ -141,7 +141,7 @@ def test_a_few_agents_renew_all_that_take_part() -> None:
 
     for one in agents.all[1:]:
         one.leave_behind([agents.records[0].token], GONE)
-        one._surely_gone.add(agents.records[0].token)
+        one._left.add(agents.records[0].token)
     agents.meet(*range(1, 6))
     assert [frozenset(range(1, 6))] * 4 + [frozenset()] == [one.renewed_ranks() for one in agents.all[1:]]
 
@@ -213,6 +213,36 @@ def test_the_smaller_part_of_a_cut_network_ends_together(cut_wires: Any) -> None
         ends = [pool.submit(agents.come, number) for number in (4, 5, 6)]
 
     assert ["this node reaches 3 of 7"] * 3 == [str(end.exception())[:24] for end in ends]
+
+
+@pytest.mark.parametrize(("comes", "expected"), [((4, 5, 6), "reaches 3 of 7 nodes"), ((2, 3), "reaches 2 of 4 nodes")])
+def test_a_part_that_a_firewall_rejects_ends(
+    cut_wires: Any, comes: tuple[int, ...], expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A firewall refuses connections as the kernel of an ended agent does, but ends no open connection with FIN."""
+    agents = Agents(comes[-1] + 1)
+    agents.meet(*range(comes[-1] + 1))
+    cut_wires(*(one._own.port for one in agents.all[: comes[0]]), reason=GONE)
+    for number in comes:
+        agents.all[number].leave_behind([f"token-node{other}" for other in range(comes[0])], GONE)
+        agents.all[number]._refusing = {f"token-node{other}" for other in range(comes[0])}
+    with ThreadPoolExecutor(len(comes)) as pool:
+        ends = [pool.submit(agents.come, number) for number in comes]
+
+    words = f"this node {expected} that may still run (it refuses connections, as a firewall may do)"
+    assert [words] * len(comes) == [str(end.exception()).partition(";")[0] for end in ends], caplog.text
+
+
+@pytest.mark.parametrize("witness", [0, 1])
+def test_a_small_part_continues_if_any_agent_proves_the_end_of_the_others(cut_wires: Any, witness: int) -> None:
+    """The first agent waits for the proofs of all agents that came: open connections that ended."""
+    agents = Agents(5)
+    agents.meet(*range(5))
+    cut_wires(*(one._own.port for one in agents.all[2:]), reason=GONE)
+    agents.all[witness]._connections._ended = {"token-node2", "token-node3", "token-node4"}
+    met = agents.meet(0, 1)
+
+    assert [("token-node0", "token-node1")] * 2 == [decision.tokens for decision, _ in met]
 
 
 def test_an_agent_that_is_cut_off_tries_several_agents_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -21,7 +22,16 @@ import pytest
 from torch.distributed import Store
 
 from pipette_launch.agent import peers
-from pipette_launch.agent.peers import GONE, SILENT, LostFinder, PeerWatch, ReachSweep, connected, why_unreachable
+from pipette_launch.agent.peers import (
+    GONE,
+    SILENT,
+    LostFinder,
+    OpenConnections,
+    PeerWatch,
+    ReachSweep,
+    connected,
+    why_unreachable,
+)
 from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.facts.messages import Member
 
@@ -60,13 +70,59 @@ def test_an_agent_that_ends_is_found_at_once(monkeypatch: pytest.MonkeyPatch) ->
     """By its kernel, before it is asked again."""
     monkeypatch.setattr(peers, "PAUSE_S", 30.0)
     with agent() as (process, member):
-        watch = PeerWatch([member])
+        watch = PeerWatch([member], OpenConnections())
         assert "" == lost(watch, 0.5)
         process.kill()
 
         assert GONE == lost(watch, 5.0)
         process.wait()
         assert GONE == why_unreachable(member, timeout_s=1.0)
+
+
+def test_the_kernel_reports_the_end_of_a_watched_agent() -> None:
+    """Only the end of the process ends an open connection with FIN."""
+    connections = OpenConnections()
+    with agent() as (process, member):
+        watch = PeerWatch([member], connections)
+        assert ("", frozenset()) == (lost(watch, 0.5), connections.ended())
+        process.kill()
+
+        assert GONE == lost(watch, 5.0)
+        assert {"t"} == connections.ended()
+
+
+def test_a_firewall_does_not_prove_the_end_of_an_agent() -> None:
+    """A firewall that rejects packets breaks open connections with RST. The first look finds the error."""
+    connections = OpenConnections()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        opened = socket.create_connection(server.getsockname())
+        taken, _ = server.accept()
+        assert opened is connections.keep(member("a"), opened)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        taken.close()
+        time.sleep(0.1)
+
+        assert [frozenset()] * 2 == [connections.ended() for _ in range(2)]
+
+
+def test_a_sweep_keeps_one_connection_to_each_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sweep connects again and again, and the first connection stays open until the agent ends."""
+    monkeypatch.setattr(peers, "PAUSE_S", 0.01)
+    connections = OpenConnections()
+    with agent() as (process, member):
+        sweep = ReachSweep([member], connections)
+        ends_s = time.monotonic() + 10.0
+        while not connections._open and time.monotonic() < ends_s:
+            time.sleep(0.01)
+        first = dict(connections._open)
+        time.sleep(0.2)
+        assert first == connections._open
+        process.kill()
+        while not sweep.lost and time.monotonic() < ends_s:
+            time.sleep(0.01)
+
+        assert (GONE, {"t"}) == (sweep.lost, connections.ended())
+        connections.keep_only(())
 
 
 def test_an_agent_that_ends_during_a_connection_is_found_at_once() -> None:
@@ -81,7 +137,8 @@ def test_an_agent_that_ends_during_a_connection_is_found_at_once() -> None:
 
         port = server.getsockname()[1]
         pool.submit(die)
-        watch = PeerWatch([Member(token="t", address="127.0.0.1", port=port, node_rank=-1)])  # noqa: S106, a name
+        peer = Member(token="t", address="127.0.0.1", port=port, node_rank=-1)  # noqa: S106, a name
+        watch = PeerWatch([peer], OpenConnections())
 
         assert GONE == lost(watch, 4.0)
 
@@ -90,7 +147,7 @@ def test_an_agent_that_is_stopped_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     """Its kernel still answers, it does not."""
     monkeypatch.setattr(peers, "HOST_SILENCE_S", 1.0)
     with agent() as (process, member):
-        watch = PeerWatch([member])
+        watch = PeerWatch([member], OpenConnections())
         assert "" == lost(watch, 2.5)
         process.send_signal(signal.SIGSTOP)
 
@@ -108,7 +165,7 @@ def test_an_agent_whose_store_waits_for_a_name_service_at_first_is_not_lost(monk
     monkeypatch.setattr(peers, "HOST_SILENCE_S", 0.5)
     monkeypatch.setattr(peers, "connected", connected_late)
     with agent() as (_, member):
-        watch = PeerWatch([member])
+        watch = PeerWatch([member], OpenConnections())
 
         assert "" == lost(watch, 2.5)
         watch.stop()
@@ -118,7 +175,7 @@ def test_a_busy_agent_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose Python computes without a pause answers from another thread."""
     monkeypatch.setattr(peers, "PAUSE_S", 0.05)
     with agent("sum(range(10 ** 12))") as (_, member):
-        watch = PeerWatch([member])
+        watch = PeerWatch([member], OpenConnections())
 
         assert "" == lost(watch, 3.0)
         watch.stop()
@@ -127,7 +184,7 @@ def test_a_busy_agent_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_watch_that_is_over_says_nothing() -> None:
     """The end of the job is no loss."""
     with agent() as (process, member):
-        watch = PeerWatch([member])
+        watch = PeerWatch([member], OpenConnections())
         assert "" == lost(watch, 0.3)
         watch.stop()
         process.kill()
@@ -168,7 +225,7 @@ def test_a_watch_works_where_very_many_files_are_open(monkeypatch: pytest.Monkey
         opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
         for _ in range(1100):
             opened.callback(os.close, os.dup(0))
-        watch = PeerWatch([member])
+        watch = PeerWatch([member], OpenConnections())
         assert "" == lost(watch, 1.0)
         process.kill()
 
@@ -187,7 +244,7 @@ def test_a_watch_goes_on_after_a_fault_of_this_process(monkeypatch: pytest.Monke
     with agent() as (process, member):
         monkeypatch.setattr(peers.socket, "create_connection", fail_at_first)
         monkeypatch.setattr(peers, "connected", failing_once(RuntimeError("can't start new thread")))
-        watch = PeerWatch([member])
+        watch = PeerWatch([member], OpenConnections())
         assert "" == lost(watch, 2.0)
         process.kill()
 
@@ -232,8 +289,8 @@ def test_a_sweep_stops_at_the_first_that_is_lost(monkeypatch: pytest.MonkeyPatch
     """An agent whose process has ended, too: where a wire is cut the neighbour watches another."""
     answers = {"a": "", "b": why, "c": SILENT}
     monkeypatch.setattr(peers, "PAUSE_S", 0.01)
-    monkeypatch.setattr(peers, "why_unreachable", lambda peer, timeout_s: answers[peer.token])
-    sweep = ReachSweep([member(name) for name in "abc"])
+    monkeypatch.setattr(peers, "why_unreachable", lambda peer, **_: answers[peer.token])
+    sweep = ReachSweep([member(name) for name in "abc"], OpenConnections())
 
     ends_s = time.monotonic() + 10.0
     while not sweep.lost and time.monotonic() < ends_s:
@@ -246,14 +303,14 @@ def test_a_sweep_that_is_stopped_names_the_agent_that_has_not_answered(monkeypat
     """Workers that fail at once end a round before any silence has lasted long enough."""
     asked = threading.Event()
 
-    def silent_for_a_while(_peer: Member, timeout_s: float) -> str:
+    def silent_for_a_while(_peer: Member, **_: object) -> str:
         asked.set()
         time.sleep(0.5)
         return ""
 
     monkeypatch.setattr(peers, "PAUSE_S", 0.01)
     monkeypatch.setattr(peers, "why_unreachable", silent_for_a_while)
-    sweep = ReachSweep([member("a"), member("b")])
+    sweep = ReachSweep([member("a"), member("b")], OpenConnections())
     assert asked.wait(10.0)
     began_s = time.monotonic()
 
@@ -264,8 +321,8 @@ def test_a_sweep_that_is_stopped_names_the_agent_that_has_not_answered(monkeypat
 
 def test_a_sweep_between_two_attempts_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for what was not asked."""
-    monkeypatch.setattr(peers, "why_unreachable", lambda _peer, timeout_s: SILENT)
-    sweep = ReachSweep([member("a")])
+    monkeypatch.setattr(peers, "why_unreachable", lambda _peer, **_: SILENT)
+    sweep = ReachSweep([member("a")], OpenConnections())
     began_s = time.monotonic()
 
     sweep.stop()
@@ -277,7 +334,7 @@ def test_a_sweep_between_two_attempts_stops_at_once(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("waited_s", "expected"), [(HOST_SILENCE_S, True), (1.0, False)])
 def test_a_request_that_waited_for_nearly_a_silence_counts_as_silence(waited_s: float, expected: bool) -> None:
     """The round ends with the first silence, so requests to other silent agents never reach their own limit."""
-    finder = LostFinder([])
+    finder = LostFinder([], OpenConnections())
     finder._ask()
     finder._asked_s -= waited_s
 

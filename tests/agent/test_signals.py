@@ -10,10 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from end_to_end import jobs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from pipette_launch.agent.signals import ORPHANS_END, PASSED_ON, Termination, passed_on, started
-from tests.end_to_end import jobs
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
 # A call that returns while Python ends, which the last object of the module draws out.

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import warm
 import yaml
+from end_to_end.jobs import ECHO, MODEL, WITHOUT_WARMUP, environment, free_port, plan
+from labs import needs_lab
 
 from benchmarks.bench_orders import mpirun_variables
 from benchmarks.netlab import Lab, compare, topology
 from pipette_launch.facts import Layout
 from pipette_launch.report.order import Target, command_words, order_files
-from tests.end_to_end.jobs import ECHO, MODEL, WITHOUT_WARMUP, environment, free_port, plan
-from tests.labs import needs_lab
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

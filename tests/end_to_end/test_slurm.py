@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from end_to_end.jobs import MODEL, ROOT, WITHOUT_WARMUP, environment
+from end_to_end.test_orders import MEET, PLACES, command, places, written
+from labs import needs_slurm
 
 from benchmarks.netlab import system
 from pipette_launch.launch import outer_launcher
-from tests.end_to_end.jobs import MODEL, ROOT, WITHOUT_WARMUP, environment
-from tests.end_to_end.test_orders import MEET, PLACES, command, places, written
-from tests.labs import needs_slurm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

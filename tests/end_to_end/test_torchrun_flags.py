@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import warm
+from end_to_end.jobs import ROOT, environment, free_port
 from torch.distributed.run import get_args_parser
-
-from tests.end_to_end.jobs import ROOT, environment, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

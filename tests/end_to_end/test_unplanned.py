@@ -9,10 +9,10 @@ from subprocess import STDOUT
 
 import pytest
 import warm
+from end_to_end.jobs import environment
+from labs import needs_lab
 
 from benchmarks.netlab import Lab, compare, everywhere, topology
-from tests.end_to_end.jobs import environment
-from tests.labs import needs_lab
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.processes, needs_lab]
 MEET = Path(__file__).parent / "meet.py"

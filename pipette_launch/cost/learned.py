@@ -193,7 +193,7 @@ class CorrectedPredictor(Predictor):
             return np.zeros(0)
         found = peak_memory_columns(self._job, columns)
         total_S = replace(found.parts_S, activations=np.ceil(live * found.parts_S.activations).astype(np.int64)).total
-        fullest_N = np.maximum.reduceat(total_S, found.starts_N) * self.memory_factor
+        fullest_N = np.ceil(np.maximum.reduceat(total_S, found.starts_N) * self.memory_factor)
         for layout in self._stages.layouts if live >= 1 else ():
             rows = columns.rows_of(layout)
             if len(rows):
@@ -221,9 +221,7 @@ class Uncertainty:
         self._devices = measurements.cluster.devices_per_host
         self._domain = Domains.of(measurements.cluster).smallest
         self._collectives = {
-            (one.kind, len(one.slots), self._lies_across(np.array([one.slots])))
-            for one in measurements.collectives
-            if one.kind != "send"
+            (one.kind, len(one.slots), self._lies_across(np.array([one.slots]))) for one in measurements.group_times
         }
         layers: dict[ComputeCase, list[ComputeTime]] = {}
         for time in measurements.compute:

@@ -105,7 +105,7 @@ def prediction_bytes(job: Job, layout: Layout) -> int:
     if not model.mtp_num_layers:
         return 0
     if layout.recompute.granularity == "full":
-        layers = Mlp(model, layout).residual_bytes * len(model.prediction_kinds)
+        layers = Mlp(model, layout).stream_bytes(job) * len(model.prediction_kinds)
     else:
         layers = sum(kept_bytes(job, layout, kind) for kind in model.prediction_kinds)
     return model.mtp_num_layers * (layers + depth_bytes(job, layout))

@@ -516,7 +516,8 @@ def optimizer_bytes(
     instead copies each state that is not fp32 to fp32, for all dense or for all expert parameters at once. The
     optimizer updates dense parameters and expert parameters one after the other (TE 2.8, optimizers/fused_adam.py,
     step). Muon and similar optimizers leave `ends`, the parameters outside the layers, to Adam. Before 0.18 one rank
-    gets a whole embedding.
+    gets a whole embedding. Only Adam's states can be offloaded: `--optimizer-cpu-offload` needs the precision-aware
+    optimizer, which needs Adam.
     """
     resident = resident_parameters(job, dense, expert, layout)
     options = performance_options(job)

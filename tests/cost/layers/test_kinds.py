@@ -287,6 +287,9 @@ def test_the_layers_of_multi_token_prediction() -> None:
 
     assert prediction_bytes(plain, Layout()) == kept_bytes(plain, Layout(), "layer") + 12 * 2048 + 8 * 32
     assert prediction_bytes(plain, full) == 2 * 2048 + 12 * 2048 + 8 * 32
+    # The kept input of a recomputed layer is in fp32 with `--fp32-residual-connection`.
+    wide = replace(plain, performance_flags=("--fp32-residual-connection",))
+    assert prediction_bytes(wide, full) == 4 * 2048 + 12 * 2048 + 8 * 32
     assert prediction_bytes(job(), Layout()) == 0
 
 

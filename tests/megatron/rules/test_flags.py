@@ -79,6 +79,9 @@ PRECISE = "--use-precision-aware-optimizer --use-distributed-optimizer"
     [
         (f"--bf16 --accumulate-allreduce-grads-in-fp32 --main-grads-dtype bf16 {PRECISE}", "0.16.1", "summed in fp32"),
         (f"{PRECISE} --optimizer sgd", "0.16.1", "needs Adam"),
+        # Only Adam's states can be offloaded, so no formula counts offloaded states of Muon.
+        (f"{PRECISE} --optimizer muon --optimizer-cpu-offload", "0.20", "needs Adam"),
+        ("--optimizer muon --optimizer-cpu-offload", "0.20", "needs --use-precision-aware-optimizer"),
         ("--experimental-attention-variant dsa --no-rope-fusion", "0.19", "needs --multi-latent-attention"),
         ("--experimental-attention-variant dsa --multi-latent-attention", "0.19", "needs --no-rope-fusion"),
         ("--hybrid-layer-pattern D-D- --no-rope-fusion", "0.19", "sparse attention needs --disable-bias-linear"),

@@ -129,6 +129,15 @@ def test_an_error_quotes_no_more_than_a_line() -> None:
         assert len(str(caught.value)) < 1000
 
 
+def test_the_documents_give_the_limit_of_a_file() -> None:
+    """`docs/hostile_input.md` gives the limit of documents, of the store's values and of tokenizers."""
+    limits = re.findall(
+        r"more than (\d+) MiB", (Path(__file__).parents[2] / "docs" / "hostile_input.md").read_text(encoding="utf-8")
+    )
+
+    assert [f"{files.MOST_BYTES >> 20}"] * 3 == limits
+
+
 def test_a_file_that_is_too_large_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading stops at the limit, also for a device without an end."""
     path = tmp_path / "plan.json"

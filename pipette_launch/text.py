@@ -74,6 +74,16 @@ def plural(noun: str, count: int) -> str:
     return noun if count == 1 else f"{noun}s"
 
 
+def counted(count: int, noun: str) -> str:
+    """Name a number of things: `1 host`, or `2 hosts`."""
+    return f"{count} {plural(noun, count)}"
+
+
+def numbered(noun: str, numbers: Sequence[int]) -> str:
+    """Name things by their numbers: `stage 3`, or `stages 1, 2`."""
+    return f"{plural(noun, len(numbers))} {', '.join(map(str, numbers))}"
+
+
 def listed(words: Sequence[str], most: int) -> str:
     """Name at most the first `most` words, and count the rest: `a, b and 3 more`."""
     rest = len(words) - most

@@ -32,6 +32,8 @@ class Device:
     memory_total_bytes: int
     memory_free_bytes: int
     """Free memory before the job's own processes started."""
+    compute_capability: int | None = field(default=None, metadata=ADDED_LATER)
+    """Major number of CUDA's compute capability, as NVML reports it. None = unknown, as in files of 0.3 and earlier."""
 
     def __post_init__(self) -> None:
         free, total = self.memory_free_bytes, self.memory_total_bytes

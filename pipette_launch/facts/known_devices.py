@@ -84,7 +84,8 @@ def capability_of_cluster(cluster: Cluster) -> int | None:
     """Return the major number of the compute capability of a cluster's devices. Return None for unknown devices."""
     if cluster.imagined is not None:
         return cluster.imagined.compute_capability
-    return accelerators.compute_capability(cluster.hosts[0].devices[0].name)
+    device = cluster.hosts[0].devices[0]
+    return device.compute_capability or accelerators.compute_capability(device.name)
 
 
 @cache

@@ -145,6 +145,11 @@ class FakeNvml(types.ModuleType):
         """Bytes, as old bindings answer."""
         return b"Test GPU"
 
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
+        """Major and minor number, as of an A100."""
+        capability: tuple[int, int] = self._answer("ComputeCapability", handle, (8, 0))
+        return capability
+
     def nvmlDeviceGetMemoryInfo(self, handle: int | str, version: int | None = None) -> SimpleNamespace:
         """80 GiB. `used` of version 1 has the driver's reserve in it (nvmlMemory_t, nvmlMemory_v2_t).
 

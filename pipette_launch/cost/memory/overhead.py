@@ -21,7 +21,7 @@ from pipette_launch.facts.known_devices import capability_of_cluster
 from pipette_launch.facts.layout import Ints, Layout, LayoutColumns
 from pipette_launch.facts.measurements import Measurements, MemoryNeed, StageReading
 from pipette_launch.megatron.performance import EXPANDABLE, VARIABLES, allocator_options, performance_options
-from pipette_launch.text import MIB
+from pipette_launch.text import MIB, numbered
 
 NUM_CUBLAS_THREADS = 2
 """Number of threads with a cuBLAS workspace: the main thread and autograd's thread for the backward."""
@@ -371,17 +371,21 @@ class MeasuredStages:
         If a stage ran out of memory, its peak is at least the device's memory.
         """
         peaks, known, cluster = list(predicted), self._readings.get(layout, {}), self._cluster
-        device = cluster.hosts[0].devices[0]
+        device, capability = cluster.hosts[0].devices[0], capability_of_cluster(cluster)
         for rank, reading in known.items():
             if reading.ran_out:
                 peaks[rank] = max(peaks[rank], cluster.memory_bytes)
             else:
                 # Measured bytes include workspaces, but `limit_bytes` reserves memory for workspaces separately.
-                overhead = overhead_of(self._job, layout, device_kind=device.kind, device_name=device.name)
+                overhead = overhead_of(
+                    self._job, layout, device_kind=device.kind, device_name=device.name, capability=capability
+                )
                 peaks[rank] = max(reading.allocator_peak_bytes - int(overhead.workspace.value), 1)
         return tuple(peaks)
 
     def notes(self, layout: Layout) -> tuple[str, ...]:
         """Return a sentence that names the stages of a layout whose memory the warm-up measured, if any."""
-        ranks = ", ".join(map(str, sorted(self._readings.get(layout, {}))))
-        return (f"Peak memory of stage {ranks} was measured by running it, not predicted.",) if ranks else ()
+        ranks = sorted(self._readings.get(layout, {}))
+        them = "it" if len(ranks) == 1 else "them"
+        where = numbered("stage", ranks)
+        return (f"Peak memory of {where} was measured by running {them}, not predicted.",) if ranks else ()

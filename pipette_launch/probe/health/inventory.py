@@ -121,6 +121,7 @@ def _gpus() -> tuple[list[Device], tuple[str, ...]]:
         devices = []
         for handle in handles:
             memory = driver.memory(nvml, handle)
+            capability = driver.query(nvml, "nvmlDeviceGetCudaComputeCapability", handle)
             devices.append(
                 Device(
                     kind="cuda",
@@ -128,6 +129,7 @@ def _gpus() -> tuple[list[Device], tuple[str, ...]]:
                     name=driver.text(nvml.nvmlDeviceGetName(handle)),
                     memory_total_bytes=memory.total_bytes,
                     memory_free_bytes=memory.free_bytes,
+                    compute_capability=capability[0] if capability else None,
                 )
             )
         return devices, lost

@@ -337,6 +337,17 @@ def test_the_reserve_of_a_warm_up_counts_in_its_plans() -> None:
     )
 
 
+def test_the_drivers_compute_capability_sizes_the_workspaces_of_a_gpu_with_an_unknown_name() -> None:
+    """Two workspaces of 8.1 MiB of torch's own and 4 MiB of Transformer Engine's, as on an A100, not Hopper's 96."""
+    (host,) = cluster_on_gpus(tiny_cluster(1, 1)).hosts
+    host = replace(host, devices=(replace(host.devices[0], name="GPU 3000", compute_capability=8),))
+    measured = tiny_measurements(replace(tiny_cluster(1, 1), hosts=(host,)))
+    found = measured_overhead(GPT, Layout(), measured).workspace
+
+    assert overhead_of(GPT, Layout(), device_kind="cuda", device_name="A100").workspace.value == found.value
+    assert "constants for GPU 3000" in found.source
+
+
 def test_workspaces_of_unknown_devices_are_those_of_hopper() -> None:
     """The most that is common: 64 MiB of torch's own and 32 MiB of Transformer Engine's."""
     unknown = overhead_of(GPT, Layout(), device_kind="cuda", device_name="Gaudi 2")

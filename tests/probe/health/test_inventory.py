@@ -74,6 +74,15 @@ def test_auto_takes_gpus_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -
     assert 0 == nvml.open
 
 
+def test_the_driver_reports_the_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number does not depend on the GPU's name, and an old driver without the function reports no number."""
+    nvml = install(monkeypatch, FakeNvml(2))
+    nvml.answers = {("ComputeCapability", 1): nvml.NVMLError}
+    found = inventory.host(name="n", address="a", num_devices=2)
+
+    assert [8, None] == [device.compute_capability for device in found.devices]
+
+
 @pytest.mark.parametrize(
     ("visible", "expected"),
     [

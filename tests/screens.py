@@ -76,7 +76,7 @@ def plan(cluster: Cluster, chosen: Choice, own: Choice, *alternatives: Choice, *
             "It saves most on gradient reduction: 5.97 ms in place of 17.7 ms.",
         ),
         notes=(
-            "No collective was measured; they are priced as rings over the measured links.",
+            "No collective was measured; collectives are priced as rings over single links.",
             "Not modelled: one thing.",
             "Not modelled: another.",
         ),

@@ -32,7 +32,7 @@ from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 from pipette_launch.facts.co_location import DeviceBinding
 from pipette_launch.facts.messages import Decision, exit_words
-from pipette_launch.text import listed
+from pipette_launch.text import counted, listed
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def judge(reports: Sequence[NodeReport], absent: Sequence[str], *, waited_s: flo
     guilty = killed if killed or absent else _guilty(states)
     causes = [_cause(state, states) for state in guilty[:MOST_NAMED]]
     if len(guilty) > MOST_NAMED:
-        causes.append(f"the same with {len(guilty) - MOST_NAMED} more workers")
+        causes.append(f"the same with {counted(len(guilty) - MOST_NAMED, 'more worker')}")
     if absent:
         causes.append(f"the launcher on {listed(absent, MOST_NAMED)} does not answer: it or its node is gone")
     after = f"the warm-up failed after {waited_s:.1f} s"

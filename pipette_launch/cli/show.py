@@ -175,6 +175,8 @@ def _explanations(found: Explained, *, is_list: bool) -> Iterator[str]:
 
 def _value_of(plan: Plan, key: str) -> str:
     """Return a key's value in a plan, with the unit; empty if the plan has no value of this key."""
+    from pipette_launch.report.screen import mfu_text
+
     chosen, layout, memory = plan.chosen, plan.chosen.layout, plan.chosen.memory_shown
     part = key.replace(" ", "_")
     if part in chosen.breakdown_s:
@@ -201,7 +203,7 @@ def _value_of(plan: Plan, key: str) -> str:
         values |= {
             "tokens/s": f"{count_text(chosen.rate.tokens_per_s)} tokens/s",
             "tflop/s": flops_text(chosen.rate.flops_per_s),
-            "mfu": "" if chosen.rate.mfu is None else f"{chosen.rate.mfu:.1%}",
+            "mfu": mfu_text(chosen.rate),
         }
     return values.get(key, "")
 

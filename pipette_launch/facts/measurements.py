@@ -366,6 +366,7 @@ class Measurements:
     cluster: Cluster
     compute: tuple[ComputeTime, ...]
     collectives: tuple[CollectiveTime, ...]
+    """Times of collectives, and of messages between two slots (kind `send`)."""
     memory: tuple[MemoryReading, ...]
     overhead_bytes: int
     """Device memory outside the allocator (context, communicators, workspaces) on the slot with the most. 0 on CPU."""
@@ -404,6 +405,11 @@ class Measurements:
     """Parts of `overhead_bytes` on the slot with the largest value. None = not measured separately, or no GPU."""
     stages: tuple[StageReading, ...] = field(default=(), metadata=ADDED_LATER)
     """Measured memory of whole pipeline stages of promising layouts, each run on a single device."""
+
+    @property
+    def group_times(self) -> tuple[CollectiveTime, ...]:
+        """Times of collectives, without messages between two slots."""
+        return tuple(time for time in self.collectives if time.kind != "send")
 
     def stages_of(self, job: Job) -> tuple[StageReading, ...]:
         """Return the readings of whole stages that are valid for a job."""

@@ -30,13 +30,17 @@ class Rate:
     flops_per_s: float
     """FLOP/s of each rank, by Megatron's count of the model's FLOPs. Megatron's log calls it `TFLOP/s/GPU`."""
     mfu: float | None
-    """Share of the device's dense peak in the format of the weights, never in FP8. None = the peak is unknown."""
+    """Share of the device's dense peak in the format `peak_dtype`. None = the peak is unknown."""
+    peak_dtype: str = field(default="", metadata=ADDED_LATER)
+    """Format in which the layers' matrices are multiplied, such as `bf16` or `fp8`. Empty in files of 0.3 and earlier,
+    whose peak is in the format of the weights."""
 
     @classmethod
-    def of(cls, job: Job, layout: Layout, step_time_s: float, cluster: Cluster) -> Rate | None:
+    def of(cls, job: Job, layout: Layout, step_time_s: float, cluster: Cluster, *, dtype: str) -> Rate | None:
         """Return the rate of a job whose optimizer step takes `step_time_s`; None if the step time is not above 0.
 
-        The peak of the devices is known only if all devices of the cluster have one type.
+        The layers multiply their matrices in the format `dtype`. The peak of the devices is known only if all devices
+        of the cluster have one type.
         """
         if step_time_s <= 0:
             return None
@@ -44,16 +48,18 @@ class Rate:
         flops_per_s = model.step_flops(samples, tp=layout.tp) / step_time_s / layout.world_size
         names = {device.name for host in cluster.hosts for device in host.devices}
         device = spec_of_cluster(cluster) if len(names) == 1 else None
-        peak = device.flops_per_s.get(model.params_dtype, 0.0) if device else 0.0
+        peak = device.flops_per_s.get(dtype, 0.0) if device else 0.0
         return cls(
             tokens_per_s=samples * model.seq_length / step_time_s,
             flops_per_s=flops_per_s,
             mfu=flops_per_s / peak if peak else None,
+            peak_dtype=dtype,
         )
 
     def times(self, factor: float) -> Rate:
         """Return the rate of a step that is `factor` times as fast."""
-        return Rate(
+        return replace(
+            self,
             tokens_per_s=self.tokens_per_s * factor,
             flops_per_s=self.flops_per_s * factor,
             mfu=None if self.mfu is None else self.mfu * factor,

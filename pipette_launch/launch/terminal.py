@@ -22,7 +22,7 @@ from pipette_launch.launch.trials import trial_words
 from pipette_launch.probe.messages import PhaseEnd, Sign
 from pipette_launch.report.measured import measured_screen
 from pipette_launch.report.plan import chosen_line, plan_screen
-from pipette_launch.text import printable
+from pipette_launch.text import counted, printable
 
 HEAD = "pipette-launch: "
 REFRESH_S = 0.2
@@ -160,7 +160,7 @@ class Terminal:
         if decision.phase == "warmup":
             self._warmup = ProgressLine(sys.stderr)
             others = " and others" if len(decision.hosts) > SHOWN_HOSTS else ""
-            what = f"{'the links of ' * decision.only_links}{sum(decision.num_slots)} slots"
+            what = f"{'the links of ' * decision.only_links}{counted(sum(decision.num_slots), 'slot')}"
             self._budget_s = min(options.budget_s, LINKS_BUDGET_S if decision.only_links else math.inf)
             self.say(
                 f"measuring {what} on {', '.join(decision.hosts[:SHOWN_HOSTS])}{others}, "

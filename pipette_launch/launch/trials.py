@@ -15,7 +15,7 @@ from pipette_launch.facts.messages import Decision, Failure, TrialReport
 from pipette_launch.facts.plan import Trial, Trials
 from pipette_launch.launch.options import Options, Script
 from pipette_launch.planning.replan import why_to_give_up
-from pipette_launch.text import joined, seconds_text
+from pipette_launch.text import counted, joined, seconds_text
 
 CHECKED = "all-gather and reduce-scatter of 1 to 64 MB returned every value in its place"
 
@@ -71,7 +71,7 @@ def trial_progress(decision: Decision, num_iterations: int, elapsed_s: float, *,
 def trial_words(decision: Decision, *, asked: int) -> str:
     """Announce a trial, with its number and the number of all trials."""
     name = _trial_name(decision, asked)
-    return name if decision.checks_order else f"{name}, {decision.iterations} iterations"
+    return name if decision.checks_order else f"{name}, {counted(decision.iterations, 'iteration')}"
 
 
 def _trial_name(decision: Decision, asked: int) -> str:
@@ -101,7 +101,7 @@ def tried(choice: Choice, report: TrialReport, *, is_own: bool, warm_ups: int, i
     """Return the result of a trial: `iterations` steps after the first `warm_ups` steps, or the failure."""
     steps_s = report.step_s[: warm_ups + iterations]
     is_whole = len(steps_s) == warm_ups + iterations
-    short = f"it ended after {len(steps_s)} of {warm_ups + iterations} iterations"
+    short = f"it ended after {len(steps_s)} of {counted(warm_ups + iterations, 'iteration')}"
     return Trial(
         layout=choice.layout,
         placement=choice.placement,
@@ -165,7 +165,7 @@ def settle(plan: Plan, trials: Trials, *, margin: float) -> Plan:
     # The own configuration ran in a trial, so running it is safer than running a plan that is only predicted.
     in_line = [one for one in others if rank(one)[0] <= (0 if own.step else 2)]
     finished = sum(run.step is not None for run in trials.runs)
-    why = f"Settled by trials of {trials.iterations} iterations each, {finished} of {len(trials.runs)} ran: "
+    why = f"Settled by trials of {counted(trials.iterations, 'iteration')} each, {finished} of {len(trials.runs)} ran: "
     took = f"{won.layout.words()} took {seconds_text(won.median_s)} a step"
     if won.is_own:
         why += f"no plan was measured faster than your own configuration beyond noise and {margin:.0%}."

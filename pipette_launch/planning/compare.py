@@ -10,7 +10,7 @@ from pipette_launch.facts import Choice, Plan, files
 from pipette_launch.facts.measurements import MemoryVerdict
 from pipette_launch.facts.plan import in_order_of
 from pipette_launch.facts.prediction import Comparison, Entry
-from pipette_launch.text import bytes_text
+from pipette_launch.text import bytes_text, counted
 
 
 def compare(paths: Sequence[str | Path]) -> Comparison:
@@ -81,4 +81,4 @@ def _differences(plans: Sequence[Plan]) -> Iterator[str]:
             if mine != others:
                 yield f"{number}: other {what} than plan 1: {mine or 'measured'} instead of {others or 'measured'}."
         if len(plan.hosts) != len(first.hosts):
-            yield f"{number}: {len(plan.hosts)} hosts instead of {len(first.hosts)}."
+            yield f"{number}: {counted(len(plan.hosts), 'host')} instead of {len(first.hosts)}."

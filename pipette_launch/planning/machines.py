@@ -18,7 +18,7 @@ from pipette_launch.facts.fabric import BUILT_IN, UNIFORM, FabricSpec, built_in_
 from pipette_launch.facts.known_devices import DeviceFile
 from pipette_launch.facts.measurements import layers_digest
 from pipette_launch.megatron import Dialect
-from pipette_launch.text import did_you_mean
+from pipette_launch.text import counted, did_you_mean
 
 DEVICES_PER_HOST = 8
 """Devices of each host, if the machines are unknown."""
@@ -263,7 +263,8 @@ def _measured(source: str | Path | Measurements, sizes: _Sizes) -> TargetMachine
     for what, given, measured_size in zip(("ranks", "hosts", "devices per host"), sizes, there, strict=True):
         if given is not None and given != measured_size:
             raise ClusterError(
-                f"{name} has {hosts} hosts x {devices} devices = {ranks} ranks, but the job has {given} {what}; "
+                f"{name} has {counted(hosts, 'host')} x {counted(devices, 'device')} = {counted(ranks, 'rank')}, "
+                f"but the job has {given} {what}; "
                 f"leave the sizes out, or name a device type to imagine other machines"
             )
     return TargetMachines(
@@ -276,7 +277,7 @@ def _measured(source: str | Path | Measurements, sizes: _Sizes) -> TargetMachine
 
 
 def _assumed_host(devices: int) -> str:
-    return f"{devices} devices per host are assumed."
+    return f"Assumed: {counted(devices, 'device')} per host."
 
 
 def _hosts_and_devices(sizes: _Sizes, *, usual: int = DEVICES_PER_HOST) -> tuple[int, int, tuple[str, ...]]:

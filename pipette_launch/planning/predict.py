@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args
 
+from pipette_launch.cost.layers.block import compute_dtype
 from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.memory import overhead as overheads
 from pipette_launch.cost.memory.overhead import MeasuredStages, Overhead
@@ -24,6 +25,7 @@ from pipette_launch.facts.messages import ExecutedParts
 from pipette_launch.facts.plan import Rate
 from pipette_launch.facts.prediction import MemoryFit, Prediction, StageMemory
 from pipette_launch.planning.machines import Kind, TargetMachines, machines_of
+from pipette_launch.text import numbered
 
 Method = Literal["closed", "abstract"]
 NEEDED = {"torch": "torch", "megatron-core": "megatron"}
@@ -285,9 +287,10 @@ def _pp_ranks(layout: Layout, *, rank: int | None, stage: int | None) -> tuple[i
 def _memory_notes(job: Job, counted: CountedStages) -> tuple[str, ...]:
     found = [*mask_notes(job, job.own), *counted.overhead.notes(), *counted.notes, *overheads.uncounted(job)]
     if counted.stepping:
-        every = len(counted.stepping) == len(counted.stages)
-        which = "Every stage shown has its" if every else f"Stages {', '.join(map(str, counted.stepping))} have their"
-        found.append(f"{which} memory peak in the optimizer's step; its temporary tensors count as buffers.")
+        number = len(counted.stepping)
+        which = f"{numbered('Stage', counted.stepping)} {'has its' if number == 1 else 'have their'}"
+        which = "Every stage shown has its" if 1 < number == len(counted.stages) else which
+        found.append(f"{which} memory peak in the optimizer's step; the step's temporary tensors count as buffers.")
     if job.model.num_experts:
         found.append("Tokens are assumed to be routed evenly: an expert with more tokens needs more memory and time.")
     return tuple(found)
@@ -306,5 +309,5 @@ def _step(job: Job, machines: TargetMachines) -> tuple[StepTime | None, Rate | N
     except (FactError, PlanError) as error:
         return None, None, (f"No step time: {error}.",)
     left_out = (f"Not modelled: {sentence[0].lower()}{sentence[1:]}" for sentence in NOT_MODELLED)
-    rate = Rate.of(job, job.own, step.total_s, measurements.cluster)
+    rate = Rate.of(job, job.own, step.total_s, measurements.cluster, dtype=compute_dtype(job))
     return step, rate, (*measurements.notes, *predictor.notes(job.own), *left_out)

@@ -158,7 +158,7 @@ def _matrix(cluster: Cluster) -> Iterator[Line]:
 
 def _groups(measurements: Measurements) -> Iterator[Line]:
     """Return a line for each kind of collective, with the rate at a large size: bytes of the full tensor per second."""
-    timed = [entry for entry in measurements.collectives if entry.kind != "send"]
+    timed = measurements.group_times
     rows = []
     for entry in timed[:MOST_ROWS]:
         hosts = len({measurements.cluster.host_of(slot) for slot in entry.slots})

@@ -35,6 +35,7 @@ from pipette_launch.report.screen import (
     grid,
     limit_words,
     memory_bars,
+    mfu_text,
     paste_text,
     rate_words,
     screen,
@@ -42,7 +43,7 @@ from pipette_launch.report.screen import (
     step_words,
     text,
 )
-from pipette_launch.text import bytes_text, count_text, plural, printable, seconds_text
+from pipette_launch.text import bytes_text, count_text, counted, plural, printable, seconds_text
 
 WHOLE = sys.maxsize
 """Largest number of lines of a listing (`most` below) on a whole screen."""
@@ -189,7 +190,7 @@ def outcome_line(outcome: Outcome, width: int = OUTCOME_WIDTH) -> str:
         words += f"; memory {bytes_text(peak.measured_bytes)}, predicted {bytes_text(peak.predicted_bytes)}"
     more = "" if rate is None else f"; {count_text(rate.tokens_per_s)} tokens/s"
     if rate is not None and rate.mfu is not None:
-        more += f", MFU {rate.mfu:.1%}"
+        more += f", MFU {mfu_text(rate)}"
     return words + more if len(words + more) <= width else words
 
 
@@ -284,7 +285,7 @@ def _rank_map(plan: Plan, width: int, most: int) -> Iterator[Line]:
     yield "ranks on each host, in the order of its devices:"
     yield Columns(kept, padding=(0, HOST_GAP), column_first=True)
     if len(cells) > len(kept):
-        yield text(f"… and {len(cells) - len(kept)} more hosts, in the plan file", "dim")
+        yield text(f"… and {counted(len(cells) - len(kept), 'more host')}, in the plan file", "dim")
 
 
 def _step_times(plan: Plan, most: int) -> Iterator[Line]:
@@ -324,8 +325,8 @@ def _trials(plan: Plan, most: int) -> Iterator[Line]:
         words += f"  spread {run.step.spread:.0%}, predicted {seconds_text(run.predicted_step_s)}"
         rows.append((text(seconds_text(run.step.median_s), style), drawn, text(words, style)))
     yield grid("rlw", rows)
-    left_out = f"{len(runs) - len(kept)} slower ones are in the plan file; " if len(kept) < len(runs) else ""
-    timed = f"{plan.trials.iterations} iterations of each trial were timed"
+    left_out = f"the plan file has {counted(len(runs) - len(kept), 'slower one')}; " if len(kept) < len(runs) else ""
+    timed = f"timed: {counted(plan.trials.iterations, 'iteration')} of each trial"
     yield text(f"{left_out}{timed}; all trials took {plan.trials.took_s:.0f} s", "dim")
 
 
@@ -338,7 +339,7 @@ def _memory(choice: Choice, most: int) -> Iterator[Line]:
     yield memory_bars([(stage, shown.need_bytes[stage]) for stage in stages], shown.limit_bytes)
     hidden = len(shown.need_bytes) - len(stages)
     if hidden:
-        yield text(f"… {hidden} more {plural('stage', hidden)}, none of them fuller", "dim")
+        yield text(f"… {counted(hidden, 'more stage')}, not fuller", "dim")
     yield text(limit_words(shown.limit_bytes, shown.free_bytes, shown.margin, is_short=most < WHOLE), "dim")
 
 
@@ -400,7 +401,8 @@ def _machines(plan: Plan) -> Iterator[Line]:
 def _dropped(plan: Plan) -> Iterator[Line]:
     if not plan.dropped:
         return
-    yield f"from {plan.num_layouts:,} legal layouts, and from combinations that Megatron refuses:"
+    legal = f"{plan.num_layouts:,} {plural('legal layout', plan.num_layouts)}"
+    yield f"from {legal}, and from combinations that Megatron refuses:"
     most = sorted(plan.dropped.items(), key=lambda item: -item[1])
     rows = [(str(count), reason) for reason, count in most[:MOST_REASONS]]
     rest = sum(count for _, count in most[MOST_REASONS:])
@@ -415,8 +417,8 @@ def _notes(plan: Plan, where: str, most: int, *, counts_dropped: bool = True) ->
     notes, dropped = plan.notes, sum(plan.dropped.values())
     if dropped and counts_dropped:
         reason = max(plan.dropped, key=lambda reason: plan.dropped[reason])
-        looked_at = f"{plan.num_layouts} layouts looked at"
-        notes = (*notes, f"{looked_at}, {dropped} combinations dropped, most of them because {reason}.")
+        looked_at = f"{counted(plan.num_layouts, 'layout')} looked at"
+        notes = (*notes, f"{looked_at}, {counted(dropped, 'combination')} dropped, most of them because {reason}.")
     shown = notes if most == WHOLE else advice(plan.notes)[:most]
     yield from map(bullet, shown)
     rest = len(notes) - len(shown)

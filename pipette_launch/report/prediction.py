@@ -23,7 +23,7 @@ from pipette_launch.report.screen import (
     stages_shown,
     text,
 )
-from pipette_launch.text import GIB, MIB, bytes_text, count_text, plural, printable, seconds_text
+from pipette_launch.text import GIB, MIB, bytes_text, count_text, counted, plural, printable, seconds_text
 
 MOST_BARS, MOST_ROWS = 8, 16
 TABLE_WIDTH = 80
@@ -103,7 +103,7 @@ def _memory(prediction: Prediction) -> Iterator[Line]:
     yield memory_bars([(stage.pp_rank, stage.peak_bytes) for stage in shown], limit)
     hidden = len(prediction.stages) - len(shown)
     if hidden:
-        yield text(f"… {hidden} more stages, none of them fuller; --stage S and --json show them", "dim")
+        yield text(f"… {counted(hidden, 'more stage')}, not fuller; --stage S and --json show them", "dim")
     if prediction.capacity_bytes is not None and limit is not None:
         yield text(limit_words(limit, prediction.capacity_bytes, prediction.memory_margin), "dim")
     yield text(METHODS[prediction.method], "dim")

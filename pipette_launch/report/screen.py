@@ -131,9 +131,15 @@ TELLING = re.compile(
 
 def rate_words(rate: Rate, world_size: int) -> str:
     """Return total tokens per second, tokens per second and model FLOP/s of a rank, and MFU if the peak is known."""
-    mfu = "" if rate.mfu is None else f", MFU {rate.mfu:.1%}"
+    mfu = "" if rate.mfu is None else f", MFU {mfu_text(rate)}"
     tokens = f"{count_text(rate.tokens_per_s)} tokens/s, {rate.tokens_per_s / world_size:,.0f} on each rank"
     return f"{tokens}; {flops_text(rate.flops_per_s)} on each{mfu}"
+
+
+def mfu_text(rate: Rate) -> str:
+    """Return the MFU, with the format of the peak if it is FP8 or FP4; empty if the peak is unknown."""
+    narrow = f" of the {rate.peak_dtype.upper()} peak" if rate.peak_dtype in {"fp8", "fp4"} else ""
+    return "" if rate.mfu is None else f"{rate.mfu:.1%}{narrow}"
 
 
 def step_words(measured_s: float, predicted_s: float) -> str:

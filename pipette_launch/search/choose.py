@@ -9,6 +9,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from pipette_launch.cost.layers.block import compute_dtype
 from pipette_launch.cost.learned import Uncertainty, features_of
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Choice, Layout
@@ -240,7 +241,7 @@ def choice_of(
         memory=inputs.memory_need(layout, peaks),
         bound_s=bound_s,
         bound_reason=bound_reason,
-        rate=Rate.of(inputs.job, layout, step.total_s, inputs.cluster),
+        rate=Rate.of(inputs.job, layout, step.total_s, inputs.cluster, dtype=compute_dtype(inputs.job)),
     )
     if priced is not None or schedule is not None:
         return choice
@@ -359,6 +360,6 @@ def _ranked(inputs: SearchInputs, one: Candidate | Promising, *, has_parts: bool
         step_time_s=step_s,
         is_bound=isinstance(one, Promising),
         need_bytes=max(inputs.memory_need(layout, one.peak_bytes).need_bytes),
-        rate=Rate.of(inputs.job, layout, step_s, inputs.cluster),
+        rate=Rate.of(inputs.job, layout, step_s, inputs.cluster, dtype=compute_dtype(inputs.job)),
         breakdown_s=parts_s,
     )

@@ -29,7 +29,7 @@ from pipette_launch.search.choose import EQUAL, Chosen
 from pipette_launch.search.layouts import BaseLayouts, base_layouts
 from pipette_launch.search.placement_bound import BEST_LINKS
 from pipette_launch.search.slots import IsLate
-from pipette_launch.text import bytes_text, plural, seconds_text
+from pipette_launch.text import bytes_text, counted, plural, seconds_text
 
 PART_NAMES = {
     "tensor_parallel": "tensor-parallel communication",
@@ -82,7 +82,8 @@ def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
         free, total = bytes_text(fullest.memory_free_bytes), bytes_text(fullest.memory_total_bytes)
         found.append(f"Only {free} of {total} are free on {fullest.uuid} of {name}; every rank is planned for that.")
     found += [
-        f"{len(host.devices)} slots share the {host.cores} cores of {host.name}: steps may be slower than predicted."
+        f"{len(host.devices)} slots share the {counted(host.cores, 'core')} of {host.name}: steps may be slower than "
+        f"predicted."
         for host in inputs.cluster.hosts
         if host.shares_cores
     ][:1]
@@ -326,9 +327,9 @@ def _nothing_legal(inputs: SearchInputs, is_late: IsLate) -> PlanError:
     for hosts in range(len(cluster.hosts) - 1, 0, -1):
         ranks = hosts * cluster.devices_per_host
         if len(_legal(job, inputs, ranks)):
-            ways.append(f"use {hosts} {plural('host', hosts)} ({ranks} ranks)")
+            ways.append(f"use {counted(hosts, 'host')} ({counted(ranks, 'rank')})")
             break
-    return PlanError(f"no layout is legal for {cluster.num_slots} ranks{pins}{broken}. {_help(ways)}")
+    return PlanError(f"no layout is legal for {counted(cluster.num_slots, 'rank')}{pins}{broken}. {_help(ways)}")
 
 
 def _nothing_fits(inputs: SearchInputs, is_late: IsLate) -> PlanError:

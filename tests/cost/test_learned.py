@@ -24,6 +24,7 @@ from pipette_launch.cost.learned import (
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Batch, ComputeCase, Layout, Measurements, Samples
+from pipette_launch.facts.layout import LayoutColumns
 from pipette_launch.facts.measurements import ERROR_OF_MEDIAN, CollectiveTime
 from pipette_launch.facts.outcome import Outcome, PeakReading
 
@@ -121,6 +122,9 @@ def test_all_peaks_are_the_peaks_of_each() -> None:
         predictor = CorrectedPredictor(JOB, MEASURED, corrections)
         assert tuple(predictor.peaks(layout) for layout in layouts) == predictor.all_peaks(layouts)
         assert predictor.all_peaks([]) == ()
+        # The search drops layouts by `fullest_N`, to the byte.
+        fullest = [max(peaks) for peaks in predictor.all_peaks(layouts)]
+        assert fullest == predictor.fullest_N(LayoutColumns.of(layouts)).tolist()
 
 
 def test_all_jobs_on_the_machines_share_one_factor() -> None:

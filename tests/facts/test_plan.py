@@ -38,11 +38,11 @@ def named(name: str) -> Cluster:
 def test_a_rate_is_of_all_tokens_and_of_each_ranks_flops() -> None:
     """8 sequences of 32 tokens in 0.5 s are 512 tokens/s. Four ranks share the FLOPs."""
     job = tiny_job(4)
-    rate = Rate.of(job, Layout(dp=4), 0.5, named("NVIDIA A100-SXM4-80GB"))
+    rate = Rate.of(job, Layout(dp=4), 0.5, named("NVIDIA A100-SXM4-80GB"), dtype="fp32")
     flops_per_s = job.model.step_flops(8, tp=1) / 0.5 / 4
 
-    assert Rate(tokens_per_s=512, flops_per_s=flops_per_s, mfu=flops_per_s / 19.5e12) == rate
-    assert rate.times(2) == Rate.of(job, Layout(dp=4), 0.25, named("NVIDIA A100-SXM4-80GB"))
+    assert Rate(tokens_per_s=512, flops_per_s=flops_per_s, mfu=flops_per_s / 19.5e12, peak_dtype="fp32") == rate
+    assert rate.times(2) == Rate.of(job, Layout(dp=4), 0.25, named("NVIDIA A100-SXM4-80GB"), dtype="fp32")
 
 
 def mixed() -> Cluster:
@@ -54,16 +54,28 @@ def mixed() -> Cluster:
 @pytest.mark.parametrize("cluster", [mixed(), named("AMD EPYC 9000")])
 def test_without_a_known_peak_there_are_flops_alone(cluster: Cluster) -> None:
     """The devices have several types, or an unknown type."""
-    rate = Rate.of(tiny_job(4), Layout(dp=4), 0.5, cluster)
+    rate = Rate.of(tiny_job(4), Layout(dp=4), 0.5, cluster, dtype="fp32")
 
     assert rate is not None
     assert rate.mfu is None
     assert rate.times(2).mfu is None
 
 
+def test_the_peak_is_that_of_the_format_in_which_layers_multiply() -> None:
+    """An H20 has twice the peak in FP8, so the same step has half the MFU."""
+    wide, narrow = (
+        Rate.of(tiny_job(4), Layout(dp=4), 0.5, named("NVIDIA H20"), dtype=name) for name in ("bf16", "fp8")
+    )
+
+    assert wide is not None
+    assert narrow is not None
+    assert wide.mfu is not None
+    assert (wide.mfu / 2, "fp8") == (narrow.mfu, narrow.peak_dtype)
+
+
 def test_no_time_has_no_rate() -> None:
     """A step of 0 s gives no rate."""
-    assert Rate.of(tiny_job(4), Layout(dp=4), 0.0, tiny_cluster(2, 2)) is None
+    assert Rate.of(tiny_job(4), Layout(dp=4), 0.0, tiny_cluster(2, 2), dtype="fp32") is None
 
 
 NAMES = "abcdefg"

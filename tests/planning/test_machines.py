@@ -42,7 +42,7 @@ def test_sizes_are_completed(sizes: dict[str, int], hosts: int, devices: int) ->
 
 def test_an_assumed_host_is_said() -> None:
     """The assumed number of devices is a note, except on a single host."""
-    note = "8 devices per host are assumed."
+    note = "Assumed: 8 devices per host."
 
     assert (note,) == machines_of(world_size=16, gpu="H200").notes
     assert () == machines_of(world_size=8, gpu="H200").notes == machines_of(world_size=16).notes

@@ -86,6 +86,46 @@ def test_the_rate_is_megatrons() -> None:
     assert slow.mfu is None
 
 
+def test_the_mfu_of_fp8_is_a_share_of_the_fp8_peak() -> None:
+    """Mistral 7B in FP8 on H20 exceeds the 16-bit peak of 148 TFLOP/s, so the MFU has the FP8 peak and names it."""
+    words = [*MISTRAL, *"--seq-length 8192 --max-position-embeddings 8192 --fp8-format hybrid".split()]
+    found = predict(words, gpu="H20", nodes=1, megatron_version="0.16.1")
+    screen = " ".join(prediction_screen(found).split())
+
+    assert found.rate is not None
+    assert found.rate.mfu is not None
+    assert found.rate.flops_per_s > 148e12
+    assert found.rate.mfu == found.rate.flops_per_s / 296e12
+    assert f"MFU {found.rate.mfu:.1%} of the FP8 peak" in screen
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_nothing_is_called_measured_on_imagined_machines(devices: int) -> None:
+    """A single slot has no links, and one note says that nothing was measured."""
+    found = predict(SMALL, gpu="H100", nodes=1, gpus_per_node=devices, megatron_version="0.16.1")
+
+    claims = [note for note in found.notes if not note.startswith("Not modelled: ")]
+    assert ["Nothing was measured"] == [note[:20] for note in claims if "measured" in note]
+
+
+@pytest.mark.parametrize(
+    ("seq_length", "stage", "expected"),
+    [
+        (128, None, "Stages 2, 3 have their memory peak"),
+        (128, 3, "Stage 3 has its memory peak"),
+        (32, None, "Every stage shown has its memory peak"),
+    ],
+)
+def test_stages_are_counted_in_the_note_on_the_optimizers_step(
+    seq_length: int, stage: int | None, expected: str
+) -> None:
+    """One stage has its peak, and several stages have theirs."""
+    words = f"--hidden-size 512 --transformer-impl local --seq-length {seq_length} --max-position-embeddings 128"
+    found = predict([*PIPELINE, *words.split()], world_size=8, stage=stage, megatron_version="0.16.1")
+
+    assert [True] == [note.startswith(expected) for note in found.notes if "memory peak in" in note]
+
+
 def test_it_survives_the_file() -> None:
     """Writing and reading the document changes nothing."""
     found = predict(PIPELINE, world_size=8, gpu="H100", megatron_version="0.16.1")

@@ -21,7 +21,7 @@ from pipette_launch.facts.known_devices import device_of_driver, devices_like
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, Measurements, Samples
 from pipette_launch.megatron.performance import performance_options
-from pipette_launch.text import listed
+from pipette_launch.text import counted, listed
 
 CHANGED = 0.25
 """Times of an earlier warm-up are used only if the machines' speed changed since then by at most this relative
@@ -214,8 +214,8 @@ def with_cached_times(measurements: Measurements, earlier: Measurements | None) 
         return measurements
     cases = {time.case for time in added}
     note = (
-        f"compute: times of {len(cases)} more cases come from the warm-up at {earlier.taken_at}, multiplied by "
-        f"{pace:.2f}, the ratio of today's to earlier times of cases that both warm-ups measured"
+        f"compute: times of {counted(len(cases), 'more case')} are from the warm-up at {earlier.taken_at}, multiplied "
+        f"by {pace:.2f}, the ratio of today's to earlier times of cases that both warm-ups measured"
     )
     return replace(
         measurements,

@@ -25,7 +25,7 @@ import numpy as np
 from pipette_launch.cost.communication.collectives import chunk_share, num_steps
 from pipette_launch.cost.communication.exchanges import group_sizes
 from pipette_launch.cost.layers.attention import Attention, is_flash
-from pipette_launch.cost.layers.block import FP32_BYTES
+from pipette_launch.cost.layers.block import FP32_BYTES, compute_dtype
 from pipette_launch.cost.layers.ends import depth_loads, embedding_loads, head_loads
 from pipette_launch.cost.layers.kinds import kind_loads
 from pipette_launch.cost.layers.parameters import layer_matrices, shard_copies, step_bytes_per_parameter
@@ -85,14 +85,15 @@ class Precision(NamedTuple):
     def of(cls, job: Job, device: DeviceSpec) -> Precision:
         """Read the number formats from the job's flags."""
         model, options = job.model, performance_options(job)
-        if model.transformer_impl != "transformer_engine" or not (options.fp8 or options.fp4):
+        narrow = compute_dtype(job)
+        if narrow == model.params_dtype:
             return cls(model.params_dtype)
         recipe = "fp4" if options.fp4 else options.fp8_recipe
         is_blackwell = (device.compute_capability or 0) >= _BLACKWELL
         one_copy = _ONE_COPY_BYTES if is_blackwell and recipe in _ONE_SCALE else 0.0
         wide = options.num_layers_at_start_in_bf16 + options.num_layers_at_end_in_bf16
         layers = max(0.0, 1 - wide / model.num_layers) if options.first_last_layers_bf16 else 1.0
-        return cls(model.params_dtype, "fp4" if options.fp4 else "fp8", CAST_BYTES[recipe] - one_copy, layers)
+        return cls(model.params_dtype, narrow, CAST_BYTES[recipe] - one_copy, layers)
 
 
 def pass_s(device: DeviceSpec, precision: Precision, load: Load) -> float:

@@ -39,6 +39,13 @@ def narrow_bits(job: Job) -> float:
     return 4.5 if options.fp4 else 8 if options.fp8 else 0
 
 
+def compute_dtype(job: Job) -> str:
+    """Return the format in which layers multiply their matrices: `fp8` or `fp4`, else the format of the weights."""
+    if not narrow_bits(job):
+        return job.model.params_dtype
+    return "fp8" if narrow_bits(job) == 8 else "fp4"
+
+
 def narrow_layers(job: Job) -> tuple[bool, ...]:
     """Return for each layer if it may use FP8 or FP4 (MC fp8_utils.py, is_first_last_bf16_layer)."""
     options, count, start, end = performance_options(job), job.model.num_layers, 0, 0

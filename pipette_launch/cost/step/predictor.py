@@ -269,8 +269,9 @@ class Predictor:
         assumed = [*filter(None, (case, self.compute.flags_note(case_of(layout)), self.compute.factors.note))]
         if self._measurements.optimizer_s_per_parameter is None:
             assumed.append("The optimizer step was not measured and counts as 0 s.")
-        if not self._measurements.collectives:
-            assumed.append("No collective was measured; they are priced as rings over the measured links.")
+        cluster = self._measurements.cluster
+        if cluster.num_slots > 1 and not cluster.imagined and not self._measurements.group_times:
+            assumed.append("No collective was measured; collectives are priced as rings over single links.")
         options = performance_options(self._job)
         if options.fine_grained_activation_offloading and not self.compute.copies_to_host:
             assumed.append(

@@ -44,9 +44,19 @@ from pipette_launch.report.plan import (
     rank_ranges,
     schedule_words,
 )
-from pipette_launch.report.screen import NOT_MODELLED, arguments_diff, paste_text
+from pipette_launch.report.screen import NOT_MODELLED, arguments_diff, mfu_text, paste_text
 from pipette_launch.search.slots import tiers_of
-from pipette_launch.text import GIB, MIB, bytes_text, count_text, flops_text, printable, rate_text, seconds_text
+from pipette_launch.text import (
+    GIB,
+    MIB,
+    bytes_text,
+    count_text,
+    counted,
+    flops_text,
+    printable,
+    rate_text,
+    seconds_text,
+)
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -107,7 +117,7 @@ def tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
     fit = f"{chosen.verdict}: {bytes_text(abs(spare))} {side} the limit"
     found.append(("memory-need", "Memory, fullest device", bytes_text(need), fit))
     if chosen.rate:
-        mfu = "" if chosen.rate.mfu is None else f", MFU {chosen.rate.mfu:.1%}"
+        mfu = "" if chosen.rate.mfu is None else f", MFU {mfu_text(chosen.rate)}"
         each = f"{flops_text(chosen.rate.flops_per_s)} on each device{mfu}"
         found.append(("rate", "Tokens a second", count_text(chosen.rate.tokens_per_s), each))
     if plan.gap is not None:
@@ -246,7 +256,7 @@ def tables_of_the_search(plan: Plan) -> list[Table]:
     before = plan.chosen
     losses = [
         (
-            f"{len(one.hosts)} hosts",
+            counted(len(one.hosts), "host"),
             seconds_text(one.chosen.step_time_s),
             f"{one.chosen.step_time_s / before.step_time_s - 1:+.0%}",
             one.chosen.layout.words(),

@@ -250,7 +250,7 @@ def test_a_case_of_an_earlier_warm_up_is_brought_to_todays_pace() -> None:
     assert {"cached"} == {time.source for time in added}
     assert pytest.approx(0.55e-3) == next(time for time in added if time.part == "layer").forward.median_s
     assert () == found.unmeasured
-    assert "times of 1 more cases come from the warm-up at 2026-11-21T00:00:00Z, multiplied by 1.10" in found.notes[-1]
+    assert "times of 1 more case are from the warm-up at 2026-11-21T00:00:00Z, multiplied by 1.10" in found.notes[-1]
 
 
 @pytest.mark.parametrize(

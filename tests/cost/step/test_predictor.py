@@ -307,9 +307,21 @@ def test_can_price_says_what_was_measured() -> None:
     assert [note.split(" was not measured")[0] for note in predictor.notes(Layout(dp=4, micro_batch_size=2))] == [
         "Compute time of tp=1 cp=1 micro-batch 2",
         "The optimizer step",
-        "No collective was measured; they are priced as rings over the measured links.",
+        "No collective was measured; collectives are priced as rings over single links.",
     ]
     assert predictor.notes(Layout(dp=4))[0] == "The optimizer step was not measured and counts as 0 s."
+
+
+def test_timed_links_are_no_collectives() -> None:
+    """A warm-up that timed messages between two slots alone measured no collective."""
+    message = CollectiveTime(
+        kind="send", slots=(0, 1), latency_s=0.0, seconds_per_byte=1e-9, spread=0.0, sizes_bytes=(1,)
+    )
+    predictor = Predictor(job(), measurements(tiny_cluster(), collectives=(message,)))
+
+    assert predictor.notes(Layout(dp=4)) == (
+        "No collective was measured; collectives are priced as rings over single links.",
+    )
 
 
 def test_what_was_measured_needs_no_note() -> None:

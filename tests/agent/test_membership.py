@@ -334,6 +334,50 @@ def test_who_is_in_a_round_needs_no_answer() -> None:
         assert 2 == len(early.result(10.0)[0].tokens)
 
 
+def test_an_old_round_does_not_come_again() -> None:
+    """A stranger copies the signed name of an earlier round, whose decision is still in the store."""
+    agents = Agents(2)
+    agents.meet(0, 1)
+    server = agents.all[0]._server
+    name = server.get("pipette/round")
+    agents.meet(0, 1)
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(agents.come, 1)
+        server.set("pipette/round", name)  # type: ignore[arg-type]
+        time.sleep(0.5)
+        assert not early.done()
+        _, round_store = agents.come(0)
+
+        assert round_store.generation == early.result(10.0)[1].generation
+
+
+def test_a_stranger_in_torchs_rendezvous_takes_no_part() -> None:
+    """Torch gives it a rank, and it writes an introduction; the agents of a signed job go on without it."""
+    agents = Agents(2)
+    store, stranger = HashStore(), Membership("stranger", "127.0.0.1", -1)
+    store.set("pipette/member/1", files.dumps(stranger._own))
+    with ThreadPoolExecutor(2) as pool:
+        # Torch's ranks 0 and 2, with the stranger between them.
+        list(pool.map(lambda number: agents.all[number].join(store, 2 * number, 3), range(2)))
+
+    decisions = [decision for decision, _ in agents.meet(0, 1)]
+    assert [("token-node0", "token-node1")] * 2 == [decision.tokens for decision in decisions]
+    assert frozenset({0, 2}) == agents.all[0].renewed_ranks()
+
+
+def test_a_node_without_the_secret_cannot_join_a_signed_job() -> None:
+    """It gets a reason, and the others meet without it."""
+    agents = Agents(2)
+    store, late = HashStore(), Membership("late", "127.0.0.1", -1, signer=Signer(b"the secret of another home"))
+    with ThreadPoolExecutor(3) as pool:
+        joining = [pool.submit(one.join, store, rank, 3) for rank, one in enumerate((*agents.all, late))]
+        list(map(Future.result, joining[:2]))
+        with pytest.raises(ClusterError, match="this node cannot join: the job's messages are signed"):
+            joining[2].result()
+
+    assert 2 == len(agents.meet(0, 1)[0][0].tokens)
+
+
 def test_a_name_that_is_just_deleted_is_no_round() -> None:
     """An agent gets an empty text from torch if it reads while the first agent deletes."""
     agents = Agents(2)

@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 from pipette_launch.agent import signature
 from pipette_launch.agent import store as agent_store
 from pipette_launch.agent.signature import FILE, FILE_VARIABLE, VARIABLE, Signer, find, users_secret
-from pipette_launch.agent.store import AgentStore, ForgedError, Reader, RoundStore
+from pipette_launch.agent.store import AgentStore, ForgedError, Reader, RoundStore, await_all
 from pipette_launch.errors import ClusterError, UsageError
 from pipette_launch.facts.messages import Member
 
@@ -172,6 +172,17 @@ def test_a_deleted_text_gives_no_order_and_is_no_forgery() -> None:
     with pytest.raises(ClusterError, match="in vain"):
         ours.take("plan", what="a plan", deadline_s=0.1)
     assert 0 == ours._signer.num_refused
+
+
+def test_a_stranger_can_only_end_a_phase_early() -> None:
+    """Counters have no signatures: a false number ends a wait, and gives no order."""
+    store = HashStore()
+    ours = round_store(store)
+    unsigned(store).count("done/train", 1)
+
+    assert await_all(ours, "train", num_nodes=2)
+    assert ours.has("over/train")
+    assert not ours.has("plan")
 
 
 def test_all_refused_messages_are_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,7 @@ from pipette_launch.errors import FileFormatError, MegatronError
 from pipette_launch.facts import Job, Layout, files
 from pipette_launch.facts.layout import SWITCHES
 from pipette_launch.megatron.chunks import ACCOUNTS, ENDS, PATTERN_DESTS, STAGES
-from pipette_launch.megatron.flags import Arguments, Flag, flag_table
+from pipette_launch.megatron.flags import REMEDY, Arguments, Flag, flag_table
 from pipette_launch.megatron.layout import (
     DEGREES,
     ETP,
@@ -59,6 +59,10 @@ SOME = {
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 OVERRIDE = re.compile(r"[+~]*(model|train|ddp|optimizer|scheduler|dataset|comm_overlap|mixed_precision|dist)\.[\w.]+=")
+HYDRA = re.compile(
+    r"[+~]*(trainer|exp_manager|algorithm|actor_rollout_ref|hydra)\.\w|--config-(name|path|dir)\b|-c[np]\b"
+)
+"""Words of Hydra that Megatron-Bridge does not have."""
 OPTIONS = {"tp": f"model.{TP}", "pp": f"model.{PP}", "vp": f"model.{VPP}", "etp": f"model.{ETP}"}
 OPTIONS |= {name: f"model.{DEGREES[name]}" for name in ("cp", "ep")}
 OPTIONS |= {"mb": "train.micro_batch_size", "gb": f"train.{GBS}", "sl": "dataset.seq_length", "ms": "train.train_iters"}
@@ -118,7 +122,14 @@ class Overrides:
 
 
 def is_bridge(words: Sequence[str], script: str) -> bool:
-    """Return whether a job's words are overrides of a recipe, or its script imports Megatron-Bridge."""
+    """Return whether a job's words are overrides of a recipe, or its script imports Megatron-Bridge.
+
+    Raise MegatronError for words of NeMo 1 or another trainer with Hydra, whose `model.NAME=VALUE` look alike.
+    """
+    foreign = next((word for word in words if HYDRA.match(word)), "")
+    if foreign and any(map(OVERRIDE.match, words)):
+        reason = "a setting of NeMo 1 or another trainer with Hydra, whose configuration file is not read"
+        raise MegatronError(f"{foreign}: {reason}; {REMEDY}")
     if any(OVERRIDE.match(word) for word in words):
         return True
     path = Path(script)
@@ -145,7 +156,8 @@ def from_script(script: str, words: Sequence[str], *, world_size: int) -> Overri
     """
     if find_spec("megatron") is None or find_spec("megatron.bridge") is None:
         needs = "needs megatron-bridge here, or its saved configuration (--bridge-config FILE)"
-        raise MegatronError(f"{script} {' '.join(words)[:60]}: a recipe of Megatron-Bridge {needs}; {SAVES}")
+        shown = " ".join([script, *words[:2], *(["..."] if len(words) > len(words[:2]) else [])])
+        raise MegatronError(f"{shown}: a recipe of Megatron-Bridge {needs}; {SAVES}")
     program = (script,) if Path(script).is_file() else ("-m", script)
     command = (sys.executable, "-m", "pipette_patches.bridge", str(world_size), *program, *words)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or "." for entry in sys.path)}

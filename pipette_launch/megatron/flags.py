@@ -31,6 +31,7 @@ EFFECTS = {row["flag"]: row["effect"] for row in files.table("pipette_launch.meg
 """Effect of each flag that no prediction and no plan reads, by destination, in the words of `docs/script_flags.md`."""
 FREE_CHOICES = ("ckpt_format", "dataloader_type", "tokenizer_type")
 """Destinations that a reader uses, although an unknown value of them changes neither memory nor time of a step."""
+NO_VALUE = "a value is missing"
 KINDS = {"int": int, "float": float, "bool": bool, None: str}
 """Type of a flag's value, by `Flag.kind`."""
 
@@ -70,7 +71,7 @@ class Flag:
         if self.nargs == 0:
             return self.constant, f"{self.option}: takes no value; write it alone, or leave it out" if words else ""
         if not words and self.nargs != "*":
-            return self.default, f"{self.option}: expected {'one' if self.nargs is None else 'at least one'} argument"
+            return self.default, f"{self.option}: {NO_VALUE}"
         try:
             values = [KINDS[self.kind](word) for word in words]
         except ValueError:
@@ -87,7 +88,9 @@ class Flag:
         known = ", ".join(map(str, self.choices or ()))
         flags = ((name, flag_table(name).get(self.option)) for name in releases())
         others = [name for name, flag in flags if flag and value in (flag.choices or ())]
+        near = [choice for choice in map(str, self.choices or ()) if _letters(choice) == _letters(str(value))]
         hint = f"Megatron {others[0]} has it" if others else "no formula has its memory and time"
+        hint = f"did you mean {near[0]}?" if near else hint
         return f"unknown value {value!r}; known are {known}; {hint}"
 
 
@@ -160,6 +163,11 @@ def flag_table(version: str) -> Mapping[str, Flag]:
                 fields = {"dest": dest, "action": action, "nargs": nargs, "kind": kind, "default": default}
                 table[option] = Flag(option=option, **fields, choices=tuple(choices[0]) if choices else None)
     return table
+
+
+def _releases_of(option: str) -> list[str]:
+    """Return the releases that have a flag, oldest first."""
+    return [release for release in releases() if option in flag_table(release)]
 
 
 def likely_flag(option: str, version: str) -> str:
@@ -264,7 +272,11 @@ class Arguments:
 
     def faults(self) -> list[MegatronError]:
         """Return an error for each flag whose words Megatron's parser would refuse, except free values."""
-        return [MegatronError(token.fault) for token in self.tokens if token.fault and not self._is_free(token)]
+        found = [token for token in self.tokens if token.fault and not self._is_free(token)]
+        bare = dict.fromkeys(token.words[0] for token in found if len(token.words) == 1 and not _is_switch(token.flag))
+        reason = f"{NO_VALUE}; an unset variable of the shell leaves a flag without its value"
+        texts = [token.fault for token in found if token.words[0] not in bare]
+        return [MegatronError(text) for text in ([f"{', '.join(bare)}: {reason}"] if bare else []) + texts]
 
     @property
     def free_values(self) -> list[str]:
@@ -292,9 +304,26 @@ class Arguments:
         return tuple(word for token in self.tokens for word in token.words)
 
     @property
+    def flag_tokens(self) -> tuple[Token, ...]:
+        """Tokens before a bare `--`, after which argparse reads no flags."""
+        bare = [place for place, token in enumerate(self.tokens) if token.words == ("--",)]
+        return self.tokens[: bare[0]] if bare else self.tokens
+
+    @property
     def unknown_words(self) -> list[str]:
         """Words that are neither a flag of this release nor a value of such a flag."""
         return [token.words[0] for token in self.tokens if token.flag is None and token.words != ("--",)]
+
+    @property
+    def stray_words(self) -> list[str]:
+        """Words that belong to no flag, neither of this release nor of the script."""
+        found, may_be_value = [], False
+        for token in self.flag_tokens:
+            is_flag = re.match(r"\s*--?[^\W\d]", token.words[0]) is not None
+            if token.flag is None and not is_flag and not may_be_value and token.words[0] != "-":
+                found.append(token.words[0])
+            may_be_value = token.flag is None and (is_flag or may_be_value)
+        return found
 
     def is_given(self, dest: str) -> bool:
         """Return True if the user wrote a flag for this destination."""
@@ -392,7 +421,7 @@ def word_faults(arguments: Arguments) -> Iterator[MegatronError]:
     """Yield an error for each rule of spelling that the command line breaks, with all flags that break the rule."""
     spelt, overrides, valued = {}, {}, {}
     flag_before, value_taken = "", True
-    for token in arguments.tokens:
+    for token in arguments.flag_tokens:
         word = token.words[0]
         name, equals, value = word.partition("=")
         if token.flag:
@@ -436,12 +465,26 @@ def why_missing(arguments: Arguments, missing: Sequence[str]) -> str:
     if meant:
         # A launched script may accept other spellings than Megatron.
         return f"only Megatron's own spelling is read: {', '.join(meant)}"
-    for word in words:
-        if re.match(r"\s*--\S+\s+\S", word):
-            return "one word contains several flags, as zsh passes $ARGS; write ${=ARGS} there, without quotes"
-        if re.fullmatch(r"[+~]*\w+(\.\w+)+=.*|@?.*\.(ya?ml|toml|json|txt|sh)", word):
-            return f"{word} belongs to a recipe or file, which is not read; {REMEDY}"
-    return "add what is missing to the script's arguments"
+    return _why_unread(arguments, missing) or "add what is missing to the script's arguments"
+
+
+def _why_unread(arguments: Arguments, missing: Sequence[str]) -> str:
+    """Return why words that may have the missing flags were not read; empty if no word is suspect."""
+    words, strays = arguments.unknown_words, arguments.stray_words
+    if any(re.match(r"\s*--\S+\s+\S", word) for word in words):
+        return "one word contains several flags, as zsh passes $ARGS; write ${=ARGS} there, without quotes"
+    recipes = [word for word in words if re.fullmatch(r"[+~]*\w+(\.\w+)+=.*|@.*", word)]
+    recipes += [word for word in strays if re.fullmatch(r".*\.(ya?ml|toml|json|txt|sh)", word)]
+    if recipes:
+        return f"{recipes[0]} belongs to a recipe or file, which is not read; {REMEDY}"
+    hidden = {word for token in arguments.tokens[len(arguments.flag_tokens) :] for word in token.words}
+    if hidden.intersection(missing):
+        return "Megatron reads no flag after the word --; remove this word"
+    for word in (word.partition("=")[0] for word in words if word.startswith("--")):
+        has = _releases_of(word)
+        if has:
+            return f"{word} is a flag of Megatron {has[0]} to {has[-1]}; --megatron-version {has[-1]} reads it"
+    return ""
 
 
 def unknown_note(arguments: Arguments) -> list[str]:
@@ -453,6 +496,10 @@ def unknown_note(arguments: Arguments) -> list[str]:
     free = dict.fromkeys(arguments.free_values)
     stops = "the script stops at these values unless the script defines them"
     notes = [f"not values of Megatron {version}, so without effect here: {', '.join(free)}; {stops}"] if free else []
+    stray = dict.fromkeys(arguments.stray_words)
+    if stray:
+        shown_words = ", ".join(word or "'' (an unset variable in quotes?)" for word in stray)
+        notes.append(f"words without a flag, at which Megatron stops: {shown_words}")
     found = dict.fromkeys(
         word.partition("=")[0] for word in arguments.unknown_words if re.match(r"\s*--?[^\W\d]", word)
     )
@@ -462,7 +509,9 @@ def unknown_note(arguments: Arguments) -> list[str]:
     for word in found:
         short, new = SHORT_SIZES.get(_letters(word).removesuffix("size")), NEW_NAMES.get(word)
         meant = short or (new if new in flag_table(version) else likely_flag(word, version))
-        shown.append(f"{word} (did you mean {meant}?)" if meant else word)
+        known = _releases_of(word)
+        other = f" (in {known[0]} to {known[-1]})" if known else ""
+        shown.append(f"{word} (did you mean {meant}?)" if meant else f"{word}{other}")
     return [*notes, f"not flags of Megatron {version}, so without effect here: {', '.join(shown)}; {stops}"]
 
 

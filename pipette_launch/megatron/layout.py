@@ -73,8 +73,9 @@ def _read_recompute(arguments: Arguments) -> Recompute:
         modules = tuple(arguments.get("recompute_modules") or ("core_attn",))
         return Recompute(granularity="selective", modules=(*modules, *(set(of_experts) - set(modules))))
     if granularity != "full" or method not in ("uniform", "block") or num_layers is None:
-        reason = "full recompute needs --recompute-method uniform or block and --recompute-num-layers"
-        raise arguments.refusal(f"{reason}; got {method} and {num_layers}", "recompute_granularity")
+        dests = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+        reason = "full recompute needs --recompute-method uniform or block, and --recompute-num-layers N"
+        raise arguments.refusal(reason, *filter(arguments.is_given, dests))
     return Recompute(granularity="full", method=method, num_layers=arguments.size("recompute_num_layers"))
 
 

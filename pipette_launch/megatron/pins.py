@@ -80,6 +80,8 @@ UNPLANNED = _reasons("if planned") | _reasons("if placed")
 """Reasons why a job is predicted but not planned, by destination of a flag."""
 UNMODELLED = _reasons("unless measured")
 """Reasons why a job is neither predicted nor planned for described machines, by destination of a flag."""
+MEASURED = "pipette-launch measures and plans such jobs on their own machines, or pipette probe and plan --cluster"
+"""Next step of a user whose job has no formula."""
 UNTIMED = _reasons("if measured")
 """Reasons why no warm-up can time a job, by destination of a flag. `pipette plan --gpu` plans such jobs."""
 BINDING = _reasons("if placed") | _reasons("if ordered")
@@ -113,12 +115,12 @@ def refusals(
     # The warm-up runs the script itself, so it can time layers for which no formula exists.
     unknown = [] if needs_warm_up else unmodelled(arguments)
     for reason in dict.fromkeys(UNMODELLED[dest] for dest in unknown):
-        yield arguments.refusal(reason, *(dest for dest in unknown if UNMODELLED[dest] == reason))
+        yield arguments.refusal(f"{reason}; {MEASURED}", *(dest for dest in unknown if UNMODELLED[dest] == reason))
     if needs_warm_up and (arguments.get("dsa_indexer_topk_freq") or 1) > 1:
         reason = "the warm-up times single layers, so it cannot time layers that share selected keys"
         yield arguments.refusal(reason, "dsa_indexer_topk_freq")
     if foreign.name and not needs_warm_up and not unknown:
-        yield MegatronError(f"no formula describes the {foreign.name} model of this script: the launcher measures it")
+        yield MegatronError(f"no formula describes the {foreign.name} model of this script; {MEASURED}")
     if foreign.name and not foreign.has_one_stack and arguments.size(PP) > 1:
         yield arguments.refusal("pipeline stages of several stacks of layers are not modelled", PP)
     if hybrid_pattern(arguments):

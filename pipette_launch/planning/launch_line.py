@@ -183,7 +183,7 @@ class _Reader:
             return self._launcher(name)
         elif name.endswith(".py"):
             return self._rest.pop(0)
-        elif name in WRAPPERS or self._wraps(name):
+        elif name in WRAPPERS or self._wraps():
             self._wrapper(name)
         elif name.endswith(".sh"):
             raise UsageError(f"{self._rest[0]} is a shell script, which is not read; give the line that starts Python")
@@ -199,10 +199,14 @@ class _Reader:
     def _starts_workers(self) -> bool:
         return bool(self._sizes) and self._sizes[-1][0].starts_workers
 
-    def _wraps(self, name: str) -> bool:
+    def _wraps(self) -> bool:
         """Return whether an unknown program is a user's own wrapper, as in `./bind.sh python train.py`."""
-        may_wrap = (bool(self._before) and not self._starts_workers()) or name.endswith(".sh")
-        return may_wrap and any(map(_is_program, self._rest[1:]))
+        return not self._starts_workers() and (any(map(_is_program, self._rest[1:])) or bool(self._modules()))
+
+    def _modules(self) -> list[int]:
+        """Return the places of launchers' modules that follow `-m`, as behind a debugger."""
+        pairs = enumerate(zip(self._rest, self._rest[1:], strict=False))
+        return [place for place, (flag, module) in pairs if flag == "-m" and module in MODULES]
 
     def _python(self) -> str:
         self._before = self._rest.pop(0)
@@ -238,6 +242,9 @@ class _Reader:
         self._before = name
         del self._rest[0]
         while self._rest and not _is_program(self._rest[0]):
+            if 0 in self._modules():
+                self._rest[:2] = [MODULES[self._rest[1]]]
+                return
             found = ASSIGNMENT.fullmatch(self._rest.pop(0))
             if found:
                 self._environment[found[1]] = found[2]
@@ -251,6 +258,8 @@ class _Reader:
             del self._rest[0]
         while self._rest and self._rest[0].startswith("-"):
             word = self._rest.pop(0)
+            if word == "--":
+                continue
             if launcher.starts_workers and word in ("-m", "--module"):
                 return self._rest.pop(0) if self._rest else ""
             self._flag(name, word, launcher, sizes)
@@ -305,12 +314,12 @@ def _kind(option: str, launcher: Launcher) -> str:
 
 def _size(words: str, text: str) -> Size | None:
     """Read a number, or `MIN:MAX`. Return None for words such as `auto`, which only a launcher can count."""
-    if found := re.fullmatch(r"(?:(\d+)[:-])?(\d+)", text):
+    if (found := re.fullmatch(r"(?:(\d+)[:-])?(\d+)", text)) and int(found[2]):
         return Size(int(found[2]), words, int(found[1] or found[2]))
     if text in ("auto", "gpu", "cpu", "xpu"):
         return None
     why = "the shell did not replace the variable" if "$" in text else "an unset variable of the shell leaves it empty"
-    raise UsageError(f"{words}: a number is needed; {why}")
+    raise UsageError(f"{words}: a number above 0 is needed; {why}")
 
 
 def _commands(text: str) -> Iterator[list[str]]:

@@ -279,3 +279,31 @@ def test_a_script_runs_up_to_pretrain(tmp_path: Path, monkeypatch: pytest.Monkey
     found = dialect_of(words, script=str(script), world_size=8)
     assert isinstance(found, Overrides)
     assert found.config == {**CONFIG, "mixed_precision": {"bf16": True}}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.tensor_model_parallel_size=2", "trainer.num_nodes=4"],
+        ["--config-name=gpt_7b", "model.micro_batch_size=1"],
+        ["exp_manager.create_wandb_logger=true", "+model.seq_length=4096"],
+    ],
+)
+def test_words_of_nemo_1_are_no_recipe_of_bridge(words: list[str]) -> None:
+    """NeMo 1 has settings with the same section `model`, but its configuration file is not read."""
+    with pytest.raises(MegatronError, match="a setting of NeMo 1 or another trainer with Hydra") as error:
+        dialect_of(words, script="megatron_gpt_pretraining.py", world_size=8)
+
+    assert next(word for word in words if not word.lstrip("+").startswith("model")) in str(error.value)
+
+
+def test_words_of_a_recipe_are_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error about a recipe names the script and the first words, none of them cut."""
+    monkeypatch.setattr("pipette_launch.megatron.bridge.find_spec", lambda _: None)
+    words = ["--recipe", "a_very_long_name_of_a_recipe_with_many_words_and_a_size_7b_config", "model.seq_length=4096"]
+    with pytest.raises(MegatronError) as error:
+        dialect_of(words, script="scripts/training/run_recipe.py", world_size=8)
+
+    assert str(error.value).startswith(
+        f"scripts/training/run_recipe.py {' '.join(words[:2])} ...: a recipe of Megatron"
+    )

@@ -153,11 +153,14 @@ def test_edits_leave_other_words_alone() -> None:
     assert ("--mine", "x", "--bf16") == arguments.without("lr").words
 
 
+MISSING = "a value is missing; an unset variable of the shell leaves a flag without its value"
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--num-layers"], "--num-layers: expected one argument"),
-        (["--num-layers", "--bf16"], "--num-layers: expected one argument"),
+        (["--num-layers"], f"--num-layers: {MISSING}"),
+        (["--num-layers", "--bf16", "--recompute-modules"], f"--num-layers, --recompute-modules: {MISSING}"),
         (["--rampup-batch-size", "1", "2"], "--rampup-batch-size: expected 3 arguments"),
         (["--rampup-batch-size=1"], "--rampup-batch-size: expected 3 arguments"),
         (["--bf16=yes"], "--bf16: takes no value; write it alone, or leave it out"),
@@ -187,6 +190,7 @@ def test_malformed_flags_are_named(argv: list[str], message: str) -> None:
         ("--attention-backend xformers", "0.20", "unknown value 'xformers'"),
         ("--main-grads-dtype fp8", "0.18.0", "unknown value 'fp8'"),
         ("--empty-unused-memory-level 3", "0.19.0", "unknown value 3; known are 0, 1, 2"),
+        ("--normalization rmsnorm", "0.16.1", "known are LayerNorm, RMSNorm; did you mean RMSNorm?"),
         ("--optimizer soap", "0.16.1", "known are adam, sgd, muon, dist_muon; Megatron 0.18 has it"),
         ("--optimizer ademamix", "0.16.1", "muon, dist_muon; no formula has its memory and time"),
     ],
@@ -243,10 +247,10 @@ def test_all_faults_of_a_line_are_named_together() -> None:
         job(base=words.split(), for_prediction=True)
 
     text = str(error.value)
-    assert text.startswith("7 faults: (1) --optimizer ademamix: unknown value 'ademamix'; known are")
+    assert text.startswith(f"7 faults: (1) --hidden-size: {MISSING}.")
     for part in (
-        "(2) --num-layers: invalid int value: 'many'.",
-        "(3) --hidden-size: expected one argument.",
+        "(2) --optimizer ademamix: unknown value 'ademamix'; known are",
+        "(3) --num-layers: invalid int value: 'many'.",
         "(4) --recompute-method half: unknown value 'half'",
         "(5) --moe-token-dispatcher-type alltoall_seq: unknown value",
         "(6) --lr 1 and --min-lr 2: --min-lr is larger than the learning rate",
@@ -461,7 +465,7 @@ def test_a_short_name_is_no_flag_in_any_spelling(word: str) -> None:
     [
         ([" --bf16"], ":  --bf16 (did you mean --bf16?);"),
         (["-v", "--mine"], ": -v, --mine;"),
-        (["train", "4", "-1", "-0.5", "--"], ""),
+        (["--mine", "4", "-1", "-0.5", "x", "--bf16", "--"], ": --mine;"),
     ],
 )
 def test_words_that_begin_with_a_dash_are_named(words: list[str], expected: str) -> None:
@@ -470,3 +474,43 @@ def test_words_that_begin_with_a_dash_are_named(words: list[str], expected: str)
 
     begins = f"not flags of Megatron 0.16.1, so without effect here{expected}"
     assert [begins] * bool(expected) == [note[: len(begins)] for note in notes]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--bf16", ""], "words without a flag, at which Megatron stops: '' (an unset variable in quotes?)"),
+        (["train", "--lr", "1e-4", "1e-5"], "words without a flag, at which Megatron stops: train, 1e-5"),
+        (["--mine", "a", "b", "--bf16"], ""),
+        (["--bf16", "--", "x"], ""),
+    ],
+)
+def test_words_of_no_flag_are_named(words: list[str], expected: str) -> None:
+    """Megatron's parser stops at an empty word or a second value, so a note names them."""
+    notes = [note for note in unknown_note(Arguments.parse(words, VERSION)) if note.startswith("words")]
+
+    assert [expected] * bool(expected) == notes
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--data-list my/files.txt --bf16", "add what is missing to the script's arguments"),
+        ("my/job.yaml --bf16", "my/job.yaml belongs to a recipe or file, which is not read"),
+        ("--bf16 -- --num-layers 4", "Megatron reads no flag after the word --; remove this word"),
+        ("--hybrid-layer-pattern MMM", "is a flag of Megatron 0.17 to 0.20; --megatron-version 0.20 reads it"),
+    ],
+)
+def test_the_reason_of_missing_flags_is_true(words: str, expected: str) -> None:
+    """A file behind a script's own flag is no recipe; words after -- and flags of other releases are named."""
+    with pytest.raises(MegatronError, match="the command line lacks --num-layers") as error:
+        job(base=words.split(), for_prediction=True)
+
+    assert expected in str(error.value)
+
+
+def test_flags_of_other_releases_are_named_with_their_releases() -> None:
+    """A user may have the flags of one release and the sources of another."""
+    (note,) = unknown_note(Arguments.parse(["--hybrid-layer-pattern", "MM"], "0.16.1"))
+
+    assert "--hybrid-layer-pattern (in 0.17 to 0.20)" in note

@@ -8,7 +8,7 @@ import pytest
 from megatron_lines import TEXT, job
 
 from pipette_launch.errors import MegatronError
-from pipette_launch.megatron.pins import binds_hosts
+from pipette_launch.megatron.pins import MEASURED, binds_hosts
 
 SAMPLES = TEXT.replace("--train-iters 10", "--train-samples 1000").split()
 OPTIMIZER = ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer")
@@ -21,6 +21,7 @@ EXPERTS = "--num-experts 4"
     [
         ("--dataloader-type cyclic", ("dp", MICRO)),
         ("--dataloader-type single", ()),
+        ("--dataloader-type mosaic", ("dp", MICRO)),
         ("--rampup-batch-size 8 8 100", ("dp", MICRO, "vpp")),
         (
             "--rampup-batch-size 8 8 100 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
@@ -239,3 +240,44 @@ def test_the_old_word_for_recomputed_experts() -> None:
 def test_flags_that_bind_ranks_to_hosts_are_found(words: str, *, expected: bool) -> None:
     """Any dialect may bind ranks to hosts; other values of the same flag do not bind."""
     assert expected is binds_hosts(words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            "--decoder-seq-length 64 --img-h 336 --img-w 336",
+            "--decoder-seq-length 64 and --img-h 336: models of several stacks of layers (T5, images) are not modelled",
+        ),
+        (
+            "--decoder-num-layers 4 --decoder-seq-length 64",
+            "--decoder-num-layers 4 and --decoder-seq-length 64: models of several stacks of layers (T5, images)",
+        ),
+        ("--spec my.layers spec", "--spec my.layers spec: layers from a module of your own are not modelled"),
+    ],
+)
+def test_a_job_without_formulas_names_the_next_step(words: str, expected: str) -> None:
+    """All flags of one reason stand in one fault, which ends with the commands that measure the job."""
+    with pytest.raises(MegatronError) as error:
+        job(words, for_prediction=True)
+
+    text = str(error.value)
+    assert text.startswith(expected)
+    assert text.endswith(f"; {MEASURED}")
+
+
+def test_an_old_flag_of_full_recompute_is_translated() -> None:
+    """Megatron-DeepSpeed's --checkpoint-activations recomputes every layer, unlike --recompute-activations."""
+    with pytest.raises(MegatronError, match="--recompute-granularity full --recompute-method uniform --recompute-num-"):
+        job("--checkpoint-activations", for_prediction=True)
+
+
+@pytest.mark.parametrize("given", ["", "--recompute-method uniform"])
+def test_full_recompute_names_the_missing_flags(given: str) -> None:
+    """The error shows the flags as given, and all that full recompute needs."""
+    words = f"--recompute-granularity full {given}".strip()
+    with pytest.raises(MegatronError) as error:
+        job(words, for_prediction=True)
+
+    needs = "full recompute needs --recompute-method uniform or block, and --recompute-num-layers N"
+    assert f"{words.replace('full --', 'full and --')}: {needs}" == str(error.value)

@@ -252,7 +252,7 @@ def test_unknown_flags_do_not_matter() -> None:
         ("--tp 4 --mine", "--tp (did you mean --tensor-model-parallel-size?), --mine"),
         # Flags of Megatron's multimodal scripts, of its tool for distillation, and of a later release.
         ("--freeze-LM --packing-seq-length 8 --export-kd-cfg x", "--freeze-LM, --packing-seq-length, --export-kd-cfg"),
-        ("--activation-offload-fraction 0.5", "--activation-offload-fraction"),
+        ("--activation-offload-fraction 0.5", "--activation-offload-fraction (in 0.19 to 0.20)"),
         # Beginnings of flags, which Megatron's parser does not complete, and a flag that 0.14 renamed.
         ("--tensor-model-par 4", "--tensor-model-par (did you mean --tensor-model-parallel-size?)"),
         ("--recompute-gran full", "--recompute-gran (did you mean --recompute-granularity?)"),

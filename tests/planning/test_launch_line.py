@@ -58,6 +58,8 @@ LINES = (
         (2, 4, None),
     ),
     ("./with_env.sh torchrun --nnodes 2 x.py --bf16", (2, None, None)),
+    ("debugpy-run -p :5678 -m torch.distributed.run -- --nnodes 2 --nproc_per_node 4 x.py --bf16", (2, 4, None)),
+    ("spindle --fast srun -n 8 my-env python x.py --bf16", (None, None, 8)),
 )
 
 
@@ -137,9 +139,13 @@ def test_a_file_of_measurements_has_the_number_of_hosts() -> None:
     ("line", "message"),
     [
         ("srun -N 2 torchrun --nnodes 4 pretrain_gpt.py", "srun -N 2 contradicts torchrun --nnodes 4"),
-        ("torchrun --nnodes --nproc_per_node 8 x.py", "torchrun --nnodes: a number is needed; an unset variable"),
-        ("torchrun --nnodes x.py", "torchrun --nnodes: a number is needed; an unset variable"),
-        ("torchrun --nnodes= x.py", "torchrun --nnodes=: a number is needed; an unset variable"),
+        (
+            "torchrun --nnodes --nproc_per_node 8 x.py",
+            "torchrun --nnodes: a number above 0 is needed; an unset variable",
+        ),
+        ("torchrun --nnodes x.py", "torchrun --nnodes: a number above 0 is needed; an unset variable"),
+        ("torchrun --nnodes= x.py", "torchrun --nnodes=: a number above 0 is needed; an unset variable"),
+        ("mpiexec -n 0 python x.py", "mpiexec -n 0: a number above 0 is needed"),
         ("torchrun --nproc_per_node '$N' x.py", "the shell did not replace the variable"),
         ("bash run.sh 1", "bash run.sh: shell scripts are not read; give the line that starts Python"),
         ("sbatch -N 4 run.sh", "run.sh is a shell script, which is not read"),

@@ -60,7 +60,9 @@ def check_all(errors: Iterable[MegatronError]) -> None:
     if len(texts) == 1:
         raise MegatronError(texts[0])
     if texts:
-        numbered = " ".join(f"({number}) {text}." for number, text in enumerate(texts, 1))
+        numbered = " ".join(
+            f"({number}) {text}{'' if text.endswith('?') else '.'}" for number, text in enumerate(texts, 1)
+        )
         raise MegatronError(f"{len(texts)} faults: {numbered}")
 
 

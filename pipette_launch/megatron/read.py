@@ -18,7 +18,7 @@ from pipette_launch.megatron.model import read_model, required_flags
 from pipette_launch.megatron.performance import allocator_config, performance_flags, unmodelled, unpriced_note
 from pipette_launch.megatron.pins import fixed_fields, foreign_pins, pins, refusals
 from pipette_launch.megatron.rules.judge import check_formats, check_own, rule_faults
-from pipette_launch.megatron.script import Foreign, foreign_model
+from pipette_launch.megatron.script import Foreign, foreign_model, inference_note
 from pipette_launch.megatron.tokenizers import read_vocabulary
 
 
@@ -68,6 +68,7 @@ def read_job(
     reader = _Reader(
         given=given,
         foreign=foreign,
+        script=script,
         checkpoint_note=checkpoint_note,
         world_size=world_size,
         fixed=fixed,
@@ -110,6 +111,7 @@ class _Reader:
 
     given: Arguments
     foreign: Foreign
+    script: str
     checkpoint_note: str
     world_size: int
     fixed: tuple[str, ...]
@@ -161,6 +163,7 @@ class _Reader:
         notes = [self.checkpoint_note, vocabulary.note, *own.notes]
         notes += _notes(given, own.layout, found.layout, own.refusal)
         notes += [needless, *flags.unknown_note(given), unpriced_note(given)] if starts_nothing else []
+        notes += [inference_note(self.script)] if starts_nothing else []
         notes += [unseen_note(given)] if starts_nothing and self.for_planning else []
         if self.fixed:
             notes.append(f"The plan keeps these parts of your layout, as you asked: {', '.join(self.fixed)}.")

@@ -23,6 +23,10 @@ from pipette_launch.megatron.tokenizers import NOT_GPT
 
 DESCRIBED, HELPERS = {"gpt", "hybrid", "mamba"}, {"backends", "common"}
 """Packages below `megatron.core.models`: those whose models the formulas describe, and those without a model."""
+OTHER_NAMES = re.compile(r"(?<![a-z])(bert|clip|ict|llava|multimodal|t5|vision|vl|vlm)(?![a-z0-9])")
+"""Words in the names of scripts whose models are not decoder-only."""
+NO_TRAINING = re.compile(r"convert|eval|export|generat|inference|preprocess|prune|ptq|server")
+"""Words in the names of scripts that train nothing."""
 _BLACKWELL = 10
 """Compute capability from which on Megatron no longer demands CUDA_DEVICE_MAX_CONNECTIONS=1."""
 
@@ -80,20 +84,29 @@ class Foreign(NamedTuple):
 def foreign_model(script: str, arguments: Arguments) -> Foreign:
     """Return whether a script builds a model that is not decoder-only.
 
-    The packages below `megatron.core.models` that the script imports decide. For a script that is not here, NVIDIA's
-    file names decide. Tokenizers and flags of other models count for every script. Megatron passes `add_encoder` to
+    The packages below `megatron.core.models` that the script imports decide. For a script that is not here, its name
+    decides. Tokenizers and flags of other models count for every script. Megatron passes `add_encoder` to
     scripts whose models have several stacks of layers.
     """
     path = Path(script)
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     found = set(re.findall(r"megatron\.core\.models\.(\w+)", text)) - HELPERS
     if not text:
-        found = set(re.findall(r"^pretrain_(bert|t5|vlm|ict|vision)", path.name))
+        found = set(OTHER_NAMES.findall(path.name.lower()))
     name = " and ".join(sorted(each.lower() for each in found)) if not found & DESCRIBED else ""
     has_stacks = any(token.words[0].partition("=")[0] in OTHER_MODELS for token in arguments.tokens)
     is_foreign = bool(name) or has_stacks or arguments.get("tokenizer_type") in NOT_GPT
     has_one_stack = bool(name and text) and "add_encoder" not in text and not has_stacks
     return Foreign(name or ("non-GPT" if is_foreign else ""), has_one_stack)
+
+
+def inference_note(script: str) -> str:
+    """Return a note if the script is not here, and its name says that it trains nothing; else an empty text."""
+    path = Path(script)
+    name = path.name.lower()
+    if path.is_file() or re.search("train|tun", name) or not NO_TRAINING.search(name):
+        return ""
+    return f"{script} seems to train nothing; the figures are those of a training step with these flags"
 
 
 def _checkout_version(folder: Path) -> str | None:

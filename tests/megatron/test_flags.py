@@ -262,9 +262,9 @@ def test_all_faults_of_a_line_are_named_together() -> None:
 def test_all_reasons_against_a_job_are_named_together() -> None:
     """A job of another kind is refused with every such reason, but without flags that only a decoder needs."""
     with pytest.raises(MegatronError) as error:
-        job(base="--ict-head-size 2 --perform-rl-step --optimizer ademamix".split(), for_prediction=True)
+        job(base="--ict-head-size 2 --perform-rl-step --optimizer Adam".split(), for_prediction=True)
 
-    assert "no formula has its memory and time. (2) --ict-head-size 2: biencoders are not modelled." in str(error.value)
+    assert "did you mean adam? (2) --ict-head-size 2: biencoders are not modelled." in str(error.value)
     assert str(error.value).endswith("(3) --perform-rl-step: reinforcement learning steps are not modelled.")
 
 

@@ -22,7 +22,16 @@ from pipette_launch.megatron import (
     version_or_newest,
 )
 from pipette_launch.megatron.flags import Arguments, flag_table, releases
-from pipette_launch.megatron.script import ENDS, GROWING, REFUSED, TAKEN_OUT, WRITERS, foreign_model, played_arguments
+from pipette_launch.megatron.script import (
+    ENDS,
+    GROWING,
+    REFUSED,
+    TAKEN_OUT,
+    WRITERS,
+    foreign_model,
+    inference_note,
+    played_arguments,
+)
 
 
 def checkout(folder: Path, version: str) -> Path:
@@ -304,6 +313,9 @@ def test_a_played_stage_keeps_shards_and_its_own_data() -> None:
         ("pretrain_bert.py", "from megatron.core.models.gpt import GPTModel", "", ("", False)),
         ("mine.py", "from megatron.core.models.common import Embedding", "", ("", False)),
         ("pretrain_bert.py", None, "", ("bert", False)),
+        ("pretrain_my_llava.py", None, "", ("llava", False)),
+        ("finetune_qwen2_vl.py", None, "", ("vl", False)),
+        ("pretrain_albert.py", None, "", ("", False)),
         ("pretrain_gpt.py", None, "", ("", False)),
         ("pretrain_gpt.py", None, "--decoder-seq-length=8", ("non-GPT", False)),
         ("mine.py", "", "--tokenizer-type BertWordPieceCase", ("non-GPT", False)),
@@ -362,3 +374,16 @@ def test_degrees_of_any_dialect_are_read(words: str) -> None:
 def test_doubtful_degrees_are_unknown(words: str) -> None:
     """No degree, two values, a word, or a degree that does not divide the ranks give no layout."""
     assert stated_layout(words.split(), 16) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "is_noted"),
+    [("text_generation.py", True), ("tools/checkpoint/convert.py", True), ("pretrain_generative.py", False)],
+)
+def test_a_script_that_trains_nothing_is_noted(name: str, is_noted: bool, tmp_path: Path) -> None:
+    """The name of an absent script may say that no step is trained; a script that is here is not judged by its name."""
+    note = f"{name} seems to train nothing; the figures are those of a training step with these flags"
+    assert note * is_noted == inference_note(name)
+
+    (tmp_path / "generate.py").touch()
+    assert inference_note(str(tmp_path / "generate.py")) == ""

@@ -456,7 +456,7 @@ def why_missing(arguments: Arguments, missing: Sequence[str]) -> str:
     ):
         for place, word in enumerate(words):
             name, equals, value = word.partition("=")
-            if name.startswith("-") and pattern.fullmatch(_letters(name)):
+            if name.startswith("-") and pattern.fullmatch(_letters(name.rpartition(".")[2])):
                 following = value if equals else "".join(words[place + 1 : place + 2])
                 shown = name if following.startswith("-") else f"{name} {following}".rstrip()
                 return f"{shown} names {reason}"

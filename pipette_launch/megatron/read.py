@@ -63,13 +63,18 @@ def read_job(
 
     """
     fixed = fixed_fields(fix)
-    given, checkpoint_note = with_checkpoint_arguments(Arguments.cut(arguments, megatron_version))
+    given, checkpoint_note, checkpoint_faults = Arguments.cut(arguments, megatron_version), "", list[MegatronError]()
+    try:
+        given, checkpoint_note = with_checkpoint_arguments(given)
+    except MegatronError as error:
+        checkpoint_faults.append(error)
     foreign = foreign_model(script, given)
     reader = _Reader(
         given=given,
         foreign=foreign,
         script=script,
         checkpoint_note=checkpoint_note,
+        checkpoint_faults=checkpoint_faults,
         world_size=world_size,
         fixed=fixed,
         device_kind=device_kind,
@@ -113,6 +118,7 @@ class _Reader:
     foreign: Foreign
     script: str
     checkpoint_note: str
+    checkpoint_faults: Sequence[MegatronError]
     world_size: int
     fixed: tuple[str, ...]
     device_kind: str
@@ -139,12 +145,13 @@ class _Reader:
         refused = [*refusals(given, self.foreign, for_prediction=prediction, without_probes=unprobed)]
         # A launched script judges its own words, and may accept more of them than NVIDIA's script.
         misspelt = [*flags.word_faults(given)] if self.starts_nothing else []
-        faults = [*given.faults(), *refused, *misspelt]
+        faults = [*given.faults(), *self.checkpoint_faults, *refused, *misspelt]
         if self.starts_nothing and not self.is_translated and not misspelt:
             faults += rule_faults(given)
         required = required_flags(given, starts_nothing=self.starts_nothing, cause=self.checkpoint_note)
         # Other spelling, or another kind of model, may be the reason why flags are missing.
-        check_all([*faults, required.fault] if required.fault and not refused and not misspelt else faults)
+        is_result = bool(refused or misspelt or self.checkpoint_faults)
+        check_all(faults if required.fault is None or is_result else [*faults, required.fault])
         return required.note
 
     def job(self) -> Job:

@@ -262,10 +262,13 @@ def test_all_faults_of_a_line_are_named_together() -> None:
 def test_all_reasons_against_a_job_are_named_together() -> None:
     """A job of another kind is refused with every such reason, but without flags that only a decoder needs."""
     with pytest.raises(MegatronError) as error:
-        job(base="--ict-head-size 2 --perform-rl-step --optimizer Adam".split(), for_prediction=True)
+        job(
+            base="--ict-head-size 2 --perform-rl-step --use-checkpoint-args --optimizer Adam".split(),
+            for_prediction=True,
+        )
 
-    assert "did you mean adam? (2) --ict-head-size 2: biencoders are not modelled." in str(error.value)
-    assert str(error.value).endswith("(3) --perform-rl-step: reinforcement learning steps are not modelled.")
+    assert "did you mean adam? (2) --use-checkpoint-args needs --load or --pretrained-checkpoint;" in str(error.value)
+    assert str(error.value).endswith("(4) --perform-rl-step: reinforcement learning steps are not modelled.")
 
 
 def test_sizes_are_at_least_one() -> None:
@@ -496,6 +499,7 @@ def test_words_of_no_flag_are_named(words: list[str], expected: str) -> None:
     ("words", "expected"),
     [
         ("--data-list my/files.txt --bf16", "add what is missing to the script's arguments"),
+        ("--job.config_file jobs/llama.toml", "--job.config_file jobs/llama.toml names a recipe of another program"),
         ("my/job.yaml --bf16", "my/job.yaml belongs to a recipe or file, which is not read"),
         ("--bf16 -- --num-layers 4", "Megatron reads no flag after the word --; remove this word"),
         ("--hybrid-layer-pattern MMM", "is a flag of Megatron 0.17 to 0.20; --megatron-version 0.20 reads it"),

@@ -63,18 +63,13 @@ def read_job(
 
     """
     fixed = fixed_fields(fix)
-    given, checkpoint_note, checkpoint_faults = Arguments.cut(arguments, megatron_version), "", list[MegatronError]()
-    try:
-        given, checkpoint_note = with_checkpoint_arguments(given)
-    except MegatronError as error:
-        checkpoint_faults.append(error)
-    foreign = foreign_model(script, given)
+    given, checkpoint_note, faults = _with_checkpoint(Arguments.cut(arguments, megatron_version))
     reader = _Reader(
         given=given,
-        foreign=foreign,
+        foreign=foreign_model(script, given),
         script=script,
         checkpoint_note=checkpoint_note,
-        checkpoint_faults=checkpoint_faults,
+        checkpoint_faults=faults,
         world_size=world_size,
         fixed=fixed,
         device_kind=device_kind,
@@ -88,6 +83,14 @@ def read_job(
         without_probes=without_probes,
     )
     return reader.job()
+
+
+def _with_checkpoint(given: Arguments) -> tuple[Arguments, str, Sequence[MegatronError]]:
+    """Return the flags with those of the checkpoint, a note on the checkpoint, and errors of the checkpoint's flags."""
+    try:
+        return *with_checkpoint_arguments(given), ()
+    except MegatronError as error:
+        return given, "", (error,)
 
 
 class _FlagsLayout(NamedTuple):

@@ -62,16 +62,15 @@ def read_job(
         capability: major number of the GPUs' compute capability. None = derive the number from `device_name`.
 
     """
-    fixed = fixed_fields(fix)
     given, checkpoint_note, faults = _with_checkpoint(Arguments.cut(arguments, megatron_version))
-    reader = _Reader(
+    return _Reader(
         given=given,
         foreign=foreign_model(script, given),
         script=script,
         checkpoint_note=checkpoint_note,
         checkpoint_faults=faults,
         world_size=world_size,
-        fixed=fixed,
+        fixed=fixed_fields(fix),
         device_kind=device_kind,
         device_name=device_name,
         capability=capability or compute_capability(device_name),
@@ -81,8 +80,7 @@ def read_job(
         is_launched=is_launched,
         is_translated=is_translated,
         without_probes=without_probes,
-    )
-    return reader.job()
+    ).job()
 
 
 def _with_checkpoint(given: Arguments) -> tuple[Arguments, str, Sequence[MegatronError]]:

@@ -17,7 +17,7 @@ from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.memory.overhead import MeasuredStages
 from pipette_launch.cost.memory.peak import peak_memory_bytes, peak_memory_columns
-from pipette_launch.cost.step.assemble import StepTime
+from pipette_launch.cost.step.assemble import LAUNCHING, StepTime
 from pipette_launch.cost.step.predictor import PlacementCost, Predictor
 from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.job import Job
@@ -51,7 +51,7 @@ SHAPE_ERROR = 0.06
 another layout's step to the user's own step, on four CPU hosts over gloo with six networks and three models. The 36
 predicted ratios were 6 % too small in the mean. The median error of the 36 ratios was 5 %, and their root mean square
 error was 10 %."""
-COMPUTED = ("compute", "recompute", "bubble")
+COMPUTED = ("compute", "recompute", LAUNCHING, "bubble")
 """Parts of a step that grow with the compute times."""
 
 

@@ -17,7 +17,8 @@ from pipette_launch.cost.memory.overhead import (
     with_expandable_segments,
 )
 from pipette_launch.cost.memory.peak import NO_MASK, mask_notes, peak_memory_bytes, without_mask
-from pipette_launch.cost.step.predictor import NOT_MODELLED
+from pipette_launch.cost.step.assemble import LAUNCHING
+from pipette_launch.cost.step.predictor import NOT_MODELLED, launching_notes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Choice, Job, Layout
 from pipette_launch.facts.cluster import in_device_order, shared_order
@@ -32,6 +33,7 @@ from pipette_launch.search.slots import IsLate
 from pipette_launch.text import bytes_text, counted, plural, seconds_text
 
 PART_NAMES = {
+    LAUNCHING: "waiting until the host has launched kernels",
     "tensor_parallel": "tensor-parallel communication",
     "context_parallel": "context-parallel communication",
     "expert_parallel": "expert-parallel communication",
@@ -95,6 +97,8 @@ def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
         reserve = measured_overhead(inputs.job, chosen.choice.layout, inputs.measurements).reserve
         found.append(f"The allocator's reserve: {reserve.value:g} x what it allocates, {reserve.source}.")
     found += uncounted(inputs.job)
+    shown = chosen.choice
+    found += launching_notes(inputs.job, shown.layout, shown.breakdown_s, shown.step_time_s)
     found += _changed_numbers(inputs, chosen)
     found += [f"Not modelled: {sentence[0].lower()}{sentence[1:]}" for sentence in NOT_MODELLED]
     return tuple(dict.fromkeys(found))

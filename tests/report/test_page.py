@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from pages import drawn, many_hosts
 
 from pipette_launch.errors import PipetteError
+from pipette_launch.report.page import page
 from pipette_launch.report.page.page import (
     _matrix,
     front,
@@ -333,3 +335,13 @@ def test_long_pipelines_show_their_ends_and_the_fullest(needs: list[int]) -> Non
     assert sorted(set(found)) == found
     assert {0, len(needs) - 1} <= set(found)
     assert max(needs) == max(needs[stage] for stage in found)
+
+
+def test_each_part_of_a_step_has_its_own_colour() -> None:
+    """The style names one colour for each part, and one more for parts that the list lacks."""
+    style = (Path(page.__file__).parent / "page.css").read_text(encoding="utf-8")
+    colours = [re.findall(rf"--c{number}: (#[0-9a-f]{{6}});", style) for number in range(len(page.PARTS) + 1)]
+    light, dark = zip(*colours, strict=True)
+
+    assert len(page.PARTS) + 1 == len({*light}) == len({*dark})
+    assert all(f".c{number} {{ background: var(--c{number}); }}" in style for number in range(len(page.PARTS) + 1))

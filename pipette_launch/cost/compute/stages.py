@@ -110,6 +110,8 @@ class Passes:
     """Seconds of the forward in which the device waits for the host."""
     backward_idle_s: float = 0.0
     """Seconds of backward and recompute in which the device waits for the host."""
+    recompute_idle_s: float = 0.0
+    """The part of `backward_idle_s` in the recompute."""
 
     def __add__(self, other: Passes) -> Passes:
         # The sum is written out for speed, because a search adds up ten thousand `Passes`.
@@ -120,6 +122,7 @@ class Passes:
             self.weight_grad_s + other.weight_grad_s,
             self.forward_idle_s + other.forward_idle_s,
             self.backward_idle_s + other.backward_idle_s,
+            self.recompute_idle_s + other.recompute_idle_s,
         )
 
     def __mul__(self, factor: float) -> Passes:
@@ -127,8 +130,10 @@ class Passes:
 
     def again(self, share: float) -> Passes:
         """Return the passes of a layer whose backward runs the share `share` of the forward again."""
-        idle_s = self.backward_idle_s + self.forward_idle_s * share
-        return replace(self, recompute_s=self.forward_s * share, backward_idle_s=idle_s)
+        again_s, idle_s = self.forward_s * share, self.forward_idle_s * share
+        return replace(
+            self, recompute_s=again_s, backward_idle_s=self.backward_idle_s + idle_s, recompute_idle_s=idle_s
+        )
 
 
 _seconds = attrgetter(*Passes.__slots__)
@@ -358,7 +363,8 @@ class ComputeTable:
             timed = ("forward_s", "backward_s", "forward_idle_s", "backward_idle_s")
             depth = Passes(**{name: max(0.0, getattr(whole, name) - getattr(head, name)) for name in timed})
         idle_s = depth.backward_idle_s + layers.backward_idle_s - plain.backward_idle_s
-        depth = replace(depth, recompute_s=layers.recompute_s, backward_idle_s=idle_s, weight_grad_s=0.0)
+        again = {"recompute_s": layers.recompute_s, "recompute_idle_s": layers.recompute_idle_s}
+        depth = replace(depth, **again, backward_idle_s=idle_s, weight_grad_s=0.0)
         return head * (1 + model.mtp_num_layers), depth * model.mtp_num_layers
 
     def _whole_layer(self, layout: Layout, part: dict[str, Passes], kind: LayerKind, *, again: bool = False) -> Passes:

@@ -416,6 +416,8 @@ class Experts(_FeedForward):
         loads = matrix(routed / mine, self.gates * width, self.row_width, count=mine, half=GROUPED_HALF)
         loads += matrix(routed / mine, self.row_width, width, count=mine, half=GROUPED_HALF)
         loads += self.activation_loads(routed * width)
+        if not options.moe_grouped_gemm:
+            loads = loads.launched(mine)  # One expert after another (MO/experts.py, SequentialMLP).
         if model.moe_latent_size:
             loads += matrix(local, self.row_width, model.hidden_size) + matrix(local, model.hidden_size, self.row_width)
         moved = _touches(job) * model.moe_router_topk * local * self.row_bytes

@@ -17,6 +17,9 @@ from pipette_launch.cost.pipeline.engine import StageTimes
 from pipette_launch.cost.step.work import LayoutWork, Prices, exposed_s, pass_s
 from pipette_launch.facts.layout import Floats, Ints, Layout, LayoutColumns
 
+LAUNCHING = "launching_kernels"
+"""Name of the part of a step in which devices wait until the host has launched kernels (`StepTime.breakdown_s`)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
@@ -288,7 +291,7 @@ def stage_times(work: LayoutWork, prices: Prices) -> StageTimes:
 
 
 def step_parts(work: LayoutWork, prices: Prices) -> StepTime:
-    """Return the seconds of the step, split into compute, exchanges and waits of the slowest pipeline rank."""
+    """Return the seconds of the step, split into compute and all kinds of waits of the slowest pipeline rank."""
     durations_D, hops_D = pipelines(work, prices)
     drain_SD = work.engine.drain_s_SR(durations_D, hops_D)
     end = step_end(work, prices, drain_SD.max(axis=1, keepdims=True), durations_D)
@@ -318,13 +321,18 @@ def step_parts(work: LayoutWork, prices: Prices) -> StepTime:
 
 
 def _busy_s(work: LayoutWork, prices: Prices, rank: int, replica: int) -> dict[str, float]:
-    """Return the compute and communication seconds in the passes of a pipeline rank of a replica, by part."""
+    """Return the compute and communication seconds in the passes of a pipeline rank of a replica, by part.
+
+    Exchanges that run while the device waits for the host count as launching, not as communication.
+    """
     stages = work.rank_S == rank
     slowness = float(prices.slowness_PD[rank, replica])
     times = work.num_microbatches * slowness
+    idle_s_S, again_s_S = work.forward_idle_s_S + work.backward_idle_s_S, work.recompute_idle_s_S
     busy = {
-        "compute": times * float((work.forward_s_S + work.backward_s_S)[stages].sum()),
-        "recompute": times * float(work.recompute_s_S[stages].sum()),
+        "compute": times * float((work.forward_s_S + work.backward_s_S - (idle_s_S - again_s_S))[stages].sum()),
+        "recompute": times * float((work.recompute_s_S - again_s_S)[stages].sum()),
+        LAUNCHING: times * float(idle_s_S[stages].sum()),
         "tensor_parallel": 0.0,
         "context_parallel": 0.0,
         "expert_parallel": 0.0,

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -21,7 +21,7 @@ from pipette_launch.cost.layers.parameters import sharding_of
 from pipette_launch.cost.layers.passes import Collective
 from pipette_launch.cost.pipeline.engine import Engine, StageTimes
 from pipette_launch.cost.pipeline.extra import StreamEngine
-from pipette_launch.cost.step.assemble import StepTime, stage_times, step_parts, totals_s_K
+from pipette_launch.cost.step.assemble import LAUNCHING, StepTime, stage_times, step_parts, totals_s_K
 from pipette_launch.cost.step.work import LayoutWork, Prices, once_a_step
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import RING, Job, flag_of
@@ -29,7 +29,7 @@ from pipette_launch.facts.layout import Floats, Ints, Layout
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.schedule import Schedule
 from pipette_launch.megatron.performance import performance_options
-from pipette_launch.text import rate_text
+from pipette_launch.text import rate_text, seconds_text
 
 _SLOTS_AT_ONCE = 1 << 18
 """Placements are priced in batches of at most this number of slots, so that each array takes some MB."""
@@ -241,6 +241,9 @@ UNPRICED: tuple[tuple[str, Container[bool | str | int], str], ...] = (
 """Triples of a performance option, its values that change the step but not the prediction, and the effect. An empty
 tuple of values means all values except None."""
 
+_LAUNCHES_MATTER = 0.1
+"""A note names cures if devices wait for launches during at least this share of a step."""
+
 _CACHED_LAYOUTS = 64
 
 
@@ -346,6 +349,29 @@ class Predictor:
         loss_s = self.fabric.bound_s("all_reduce", layout.dp * layout.cp, report_bytes) if report_bytes else 0.0
         once, domain = self._once, self.fabric.domain_slots
         return LayoutWork.of(self._job, layout, self.compute, once, loss_s=loss_s, domain=domain)
+
+
+def launching_notes(job: Job, layout: Layout, parts_s: Mapping[str, float], step_s: float) -> tuple[str, ...]:
+    """Return a sentence about the wait for launched kernels and its cures, if the wait is a large part of a step.
+
+    `parts_s` has the parts of the step (`StepTime.breakdown_s`).
+    """
+    waits_s, options = parts_s.get(LAUNCHING, 0.0), performance_options(job)
+    if waits_s < _LAUNCHES_MATTER * step_s:
+        return ()
+    graphs, has_experts = options.graphs, job.model.num_experts
+    # A graph cannot hold experts whose number of tokens changes.
+    parts = {"attn", *(("moe_router", "moe_preprocess") if has_experts else ("mlp",))}
+    cures = {
+        f"CUDA graphs ({flag_of('cuda_graph_impl')})": graphs.impl == "none",
+        "CUDA graphs of more parts of a layer": graphs.impl != "none" and graphs.captured(parts) != parts,
+        "a larger --micro-batch-size": layout.num_microbatches(job.batch.global_batch_size) > 1,
+        f"grouped products of experts ({flag_of('moe_grouped_gemm')})": has_experts and not options.moe_grouped_gemm,
+    }
+    names = [cure for cure, helps in cures.items() if helps]
+    during = f"For {seconds_text(waits_s)} of the step ({waits_s / step_s:.0%})"
+    found = f"{during}, devices wait for hosts to launch kernels."
+    return (f"{found} Cures: {', '.join(names)}." if names else found,)
 
 
 def _unpriced(job: Job, timed_flags: tuple[str, ...]) -> Iterator[str]:

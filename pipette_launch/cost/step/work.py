@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from pipette_launch.cost.communication.exchanges import StepTraffic, Waits, exchanges, step_traffic
-from pipette_launch.cost.compute.stages import ComputeTable
+from pipette_launch.cost.compute.stages import ComputeTable, Passes
 from pipette_launch.cost.layers.block import residual_bytes
 from pipette_launch.cost.layers.parameters import OnceAStep, expert_dp, gradient_bytes_per_parameter, shard_copies
 from pipette_launch.cost.layers.passes import Collective, Exchange
@@ -20,7 +20,7 @@ from pipette_launch.facts.layout import Floats, Ints, Layout
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.megatron.performance import performance_options
 
-_PASSES = ("forward_s", "backward_s", "recompute_s", "weight_grad_s", "forward_idle_s", "backward_idle_s")
+_PASSES = [passes.name for passes in fields(Passes)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,8 @@ class LayoutWork:
     forward_idle_s_S: Floats
     """Seconds of the forward in which the device waits for the host, so that exchanges can run."""
     backward_idle_s_S: Floats
+    recompute_idle_s_S: Floats
+    """The part of `backward_idle_s_S` in the recompute."""
     exchanges: tuple[Exchange, ...]
     hop_bytes: int
     traffic: StepTraffic
@@ -95,6 +97,7 @@ def _forwards(work: LayoutWork) -> LayoutWork:
         recompute_s_S=zero_S,
         weight_grad_s_S=zero_S,
         backward_idle_s_S=zero_S,
+        recompute_idle_s_S=zero_S,
         exchanges=tuple(replace(one, backward=(0.0,) * len(one.backward)) for one in work.exchanges),
         traffic=replace(work.traffic, embedding_bytes=0),
         gradient_bytes_S2=0 * work.gradient_bytes_S2,

@@ -77,6 +77,7 @@ PARTS = (
     "embedding gradients",
     "optimizer",
     "parameter gather",
+    "launching kernels",
 )
 """Names of a step's parts, in the order of the drawing and of the colours."""
 MOST_DRAWN = 2.0

@@ -350,6 +350,14 @@ def test_graphs_take_launches_off() -> None:
     assert none.forward.products == whole.forward.products
 
 
+def test_experts_without_grouped_products_launch_their_kernels_one_by_one() -> None:
+    """Each further expert of a rank launches two products and an activation: 5 kernels forward and 9 backward."""
+    alone, grouped = (Experts(moe_job(*flags).model, Layout()) for flags in ((), ("--moe-grouped-gemm",)))
+    each = [kernels(one.loads(moe_job(*flags))) for one, flags in ((alone, ()), (grouped, ("--moe-grouped-gemm",)))]
+
+    assert (alone.local_experts - 1) * (5 + 9) == pytest.approx(each[0] - each[1])
+
+
 def test_fused_routers_launch_fewer_kernels() -> None:
     """A fused router launches fewer kernels, and fewer still with a flex dispatcher."""
     alltoall, flex = "--moe-token-dispatcher-type alltoall", "--moe-token-dispatcher-type flex"

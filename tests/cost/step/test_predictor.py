@@ -6,6 +6,7 @@ import random
 import time
 import tracemalloc
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,15 +19,27 @@ from facts_for_tests import (
     tiny_measurements,
     tiny_model,
 )
+from graph_spellings import flags_of
 from hypothesis import given
 from hypothesis import strategies as st
 from search.worlds import on_gpus
 
 from pipette_launch.cost.communication.exchanges import Groups
 from pipette_launch.cost.pipeline.extra import named_schedule
-from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor
+from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor, launching_notes
 from pipette_launch.errors import PlanError
-from pipette_launch.facts import Batch, Cluster, ComputeCase, ComputeTime, Job, Layout, Links, Measurements, Samples
+from pipette_launch.facts import (
+    Batch,
+    Cluster,
+    ComputeCase,
+    ComputeTime,
+    Job,
+    Layout,
+    Links,
+    Measurements,
+    Recompute,
+    Samples,
+)
 from pipette_launch.facts.measurements import CollectiveTime
 from pipette_launch.facts.schedule import PassTimes
 
@@ -233,6 +246,58 @@ def test_collectives_pass_while_the_device_is_idle() -> None:
 
     assert after.breakdown_s["tensor_parallel"] == 0
     assert after.total_s == pytest.approx(before.total_s - before.breakdown_s["tensor_parallel"])
+
+
+FULL = Recompute(granularity="full", method="uniform", num_layers=1)
+
+
+@pytest.mark.parametrize(("recompute", "again"), [(Layout().recompute, 0), (FULL, 1)])
+def test_waits_for_launches_are_a_part_of_the_step(recompute: Recompute, again: int) -> None:
+    """With idle 100 us in each forward and 200 us in each backward of a layer, four layers of four passes wait."""
+    busy = tiny_measurements(tiny_cluster())
+    layers = [replace(time, forward_idle_s=1e-4, backward_idle_s=2e-4) for time in busy.compute if time.part == "layer"]
+    idle = replace(busy, compute=(*layers, *(time for time in busy.compute if time.part != "layer")))
+    layout = Layout(dp=2, pp=2, recompute=recompute)
+    before, after = (Predictor(tiny_job(), found).step_time(layout, range(4)).breakdown_s for found in (busy, idle))
+    waits_s = layout.num_microbatches(8) * 2 * (3e-4 + again * 1e-4)
+
+    assert before["launching_kernels"] == 0
+    assert waits_s == pytest.approx(after["launching_kernels"])
+    assert before["compute"] + before["recompute"] == pytest.approx(after["compute"] + after["recompute"] + waits_s)
+    assert layout.num_microbatches(8) * 2 * again * 1e-4 == pytest.approx(before["recompute"] - after["recompute"])
+
+
+GRAPHS, MICRO_BATCH = "CUDA graphs (--cuda-graph-impl)", "a larger --micro-batch-size"
+PARTS_OF_LAYERS = "--cuda-graph-impl transformer_engine --cuda-graph-modules"
+EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_layer_freq": (1,) * 4, "moe_ffn_hidden_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "samples", "cures"),
+    [
+        ({}, "", 8, [GRAPHS, MICRO_BATCH]),
+        ({}, "", 4, [GRAPHS]),
+        ({}, "--cuda-graph-impl local", 8, [MICRO_BATCH]),
+        ({}, f"{PARTS_OF_LAYERS} attn", 8, ["CUDA graphs of more parts of a layer", MICRO_BATCH]),
+        (EXPERTS, "", 8, [GRAPHS, MICRO_BATCH, "grouped products of experts (--moe-grouped-gemm)"]),
+        (EXPERTS, "--moe-grouped-gemm", 8, [GRAPHS, MICRO_BATCH]),
+        (EXPERTS, f"--moe-grouped-gemm {PARTS_OF_LAYERS} attn moe_router moe_preprocess", 8, [MICRO_BATCH]),
+        ({}, "--cuda-graph-impl full_iteration", 4, []),
+    ],
+)
+def test_a_long_wait_for_launches_names_its_cures(
+    changes: dict[str, Any], words: str, samples: int, cures: list[str]
+) -> None:
+    """A note names each flag that would shorten the wait, from a tenth of the step on."""
+    flags = flags_of(words)
+    this = tiny_job(model=tiny_model(**changes), performance_flags=flags, megatron_version="0.20.0")
+    this = replace(this, batch=Batch(global_batch_size=samples))
+    long, short = (launching_notes(this, Layout(dp=4), {"launching_kernels": wait_s}, 2.0) for wait_s in (0.5, 0.19))
+    (note,) = long
+
+    assert () == short
+    assert note.startswith("For 500 ms of the step (25%), devices wait for hosts to launch kernels.")
+    assert (f" Cures: {', '.join(cures)}." if cures else "") == note.partition("kernels.")[2]
 
 
 def test_the_distributed_optimizer_divides_the_step_and_gathers() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.validation.latency import Machines, StepTime, hosts_of
@@ -112,16 +111,10 @@ def _scored(rows: Sequence[Row], shapes: Mapping[str, Row], name: str, model: St
     return Found(lines=tuple(lines), skipped=tuple(skipped), details=tuple(details))
 
 
-def hosts_of_a_rack(num_hosts: int, most: int) -> int:
-    """Return the hosts of a job in each rack: the largest divisor, as NVIDIA's launcher asks SLURM for (--segment)."""
-    return max(hosts for hosts in range(1, most + 1) if num_hosts % hosts == 0) if num_hosts > most else most
-
-
 def run_of(row: Row, shape: Row | None) -> tuple[Job, Machines]:
     """The job of a row and the machines that ran it."""
     device: DeviceSpec = known_devices()[DEVICES[row["system"]]]
     num_hosts, per_host = hosts_of(row["gpus"], device.devices_per_host)
-    device = replace(device, domain_hosts=hosts_of_a_rack(num_hosts, device.domain_hosts))
     version = version_of(row, shape)
     allocator = {"PYTORCH_CUDA_ALLOC_CONF": row.values.get("allocator", "")}
     flags = job_flags(row, shape)

@@ -192,15 +192,6 @@ def test_layers_that_stages_do_not_divide_are_cut_by_hand() -> None:
     assert "E" + "t|" + "tt|" * 30 + "mL" == pipeline_layout(SHAPES["DeepSeek-V3"], 32)
 
 
-@pytest.mark.parametrize(("gpus", "hosts"), [(256, 16), (72, 18), (64, 18), (128, 16), (144, 18)])
-def test_racks_hold_equal_parts_of_a_job(gpus: int, hosts: int) -> None:
-    """64 hosts of 4 GB200 are four racks of 16 hosts, not three of 18 and one of 10."""
-    row = with_cells(row_of("LLAMA3-8B", "GB200", "MXFP8"), gpus=gpus, gbs=4 * gpus)
-    _, machines = nvidia.run_of(row, SHAPES[row["model"]])
-
-    assert hosts == machines.device.domain_hosts
-
-
 def test_every_row_is_scored_or_counted() -> None:
     """212 of 279; the others with their reasons, and what a model refuses with its own."""
     found = nvidia.section(PATH, {"ours": one_second})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from facts_for_tests import tiny_cluster, tiny_model
 from search.fabrics import cluster_with, fat_tree
@@ -43,6 +45,23 @@ def test_imagined_racks_are_domains() -> None:
     assert {64} == rooms.domain_devices
     assert {64, 16} == rooms.first(20).domain_devices
     assert () == rooms.first(65).domain_H
+
+
+@pytest.mark.parametrize("sizes", [(18, 10), (18, 1), (16, 16, 8)])
+def test_experts_that_may_run_fit_into_the_smallest_of_several_domains(sizes: tuple[int, ...]) -> None:
+    """So the smallest domain decides the price of their exchanges, whatever the other domains are."""
+    options = PerformanceOptions(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep")  # noqa: S106  this token is text
+    domains = Domains(
+        devices_per_host=4, domain_H=tuple(rack for rack, hosts in enumerate(sizes) for _ in range(hosts))
+    )
+    legal = set()
+    for group in range(1, 4 * sum(sizes) + 1):
+        with contextlib.suppress(LayoutError):
+            expert_block(options, group, domains)
+            legal.add(group)
+
+    assert {1, 2, 4} <= legal
+    assert max(legal) <= domains.smallest == 4 * min(sizes)
 
 
 @pytest.mark.parametrize(

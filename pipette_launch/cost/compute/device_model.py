@@ -34,6 +34,7 @@ from pipette_launch.cost.layers.sparse import Sparse
 from pipette_launch.errors import FactError
 from pipette_launch.facts.accelerators import DeviceSpec
 from pipette_launch.facts.cluster import Cluster, Device, Host, Links
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.fabric import UNIFORM, FabricSpec
 from pipette_launch.facts.files import table
 from pipette_launch.facts.job import Job
@@ -423,6 +424,7 @@ def _collective_times(
     """
     latency_s_HH = np.asarray(cluster.between_hosts.latency_s)
     byte_s_HH = cluster.between_hosts.seconds_per_byte
+    domain_hosts = Domains.of(cluster).smallest // cluster.devices_per_host
     inside_latency_s, inside_byte_s = device.within_host.latency_s, 1 / device.within_host.fair_bytes_per_s
     shapes = {(one.tp, one.cp, one.ep, one.etp, one.dp, one.pp): one for one in layouts}
     groups = [(*group_sizes(layout, instances=instances).values(), min(layout.pp, 2)) for layout in shapes.values()]
@@ -444,7 +446,7 @@ def _collective_times(
                 byte_s = steps * chunk_share(kind, size) * step_byte_s
                 if hosts > 1 and kind == "all_to_all":
                     worst_byte_s = float(byte_s_HH[:hosts, :hosts].max())
-                    near = min(size, members * device.domain_hosts)
+                    near = min(size, members * domain_hosts)
                     byte_s = max((near - 1) * inside_byte_s, (size - near) * worst_byte_s) / size
                 yield CollectiveTime(
                     kind=kind,

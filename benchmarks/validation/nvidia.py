@@ -39,9 +39,9 @@ NOTES = (
     ),
     (
         "Priced as if: routing is balanced (most rows force it), the softmax of GPT-OSS has no sink, attention's "
-        "products run in 16 bits (recipes of DeepSeek-V3 on B300 and GB300, GPT-OSS and others run them in FP8). "
-        "Built-in figures "
-        "of the machines, four constants of experts fitted to the MoE rows together (docs/validation.md)."
+        "products and the output layer run in 16 bits (some recipes of DeepSeek-V3 and GPT-OSS run both in FP8, but "
+        "few rows state it). Built-in figures of the machines, four constants of experts fitted to the MoE rows "
+        "together (docs/validation.md)."
     ),
     "Rows of several releases are one recipe measured again; NVIDIA's own figures for one recipe move by up to 8 %.",
 )

@@ -20,7 +20,7 @@ COLUMNS = {
     **dict.fromkeys(("gpus", "gbs", "seq", "tp", "pp"), size),
     **dict.fromkeys(("mbs", "cp", "vp", "ep", "etp"), optional(size)),
     **dict.fromkeys(("fsdp", "mtp"), optional(whole)),
-    **dict.fromkeys((*_STATED_BY_RECIPES, "offload", "fp8_head", "routing", "pp_layout", "recipe", "note"), text),
+    **dict.fromkeys((*_STATED_BY_RECIPES, "offload", "routing", "pp_layout", "recipe", "note"), text),
     **dict.fromkeys(("step_time_s", "tokens_s_gpu"), optional(number)),
 }
 _COMPLETED_COLUMNS = {**dict.fromkeys(("release", "model", "system"), word), **dict.fromkeys(_STATED_BY_RECIPES, text)}
@@ -162,7 +162,6 @@ def job_flags(row: Row, shape: Row | None) -> dict[str, Any]:
         "cross-entropy-loss-fusion": not row["release"].startswith(_NEMO),
         "cross-entropy-fusion-impl": "native" if row["release"].startswith(_NEMO) else "te",
         **precision_flags(row["model"], row["precision"]),
-        "fp8-output-proj": row["fp8_head"] == "1",
         **_graph_flags(row["cuda_graphs"]),
         **_sharding_flags(row),
     }

@@ -408,7 +408,7 @@ OVERLAP = "--overlap-moe-expert-parallel-comm"
         ("", "--freeze-all-layers", "--", ""),
         ("", "--moe-flex-dispatcher-backend ncclep", "00", "ncclep is not in the predicted step time"),
         ("--moe-flex-dispatcher-backend ncclep", "--moe-combine-bwd-dtype mxfp8", "0-", ""),
-        ("--fp8-format e4m3 --fp8-recipe mxfp8", "--fp8-output-proj", "00", "not priced"),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", "--fp8-output-proj", "0-", ""),
         ("", "--high-priority-a2a-comm-stream", "00", "not priced"),
         (OVERLAP, "--delay-wgrad-compute", "00", "not priced"),
         ("", "--optimizer-cuda-graph", "00", "not priced"),

@@ -11,13 +11,21 @@ import pytest
 from facts_for_tests import drawn_cluster, tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from search.worlds import ALL_FIELDS, nvlink_racks, planned, slow_neighbours, splits, still, with_experts
 
+from pipette_launch.cost.compute.carried_over import with_extrapolated_times
 from pipette_launch.errors import LayoutError, MegatronError, PipetteError
 from pipette_launch.facts import Batch, Job, Layout, Measurements, Plan
 from pipette_launch.facts.measurements import without_hosts
 from pipette_launch.facts.plan import refit
 from pipette_launch.megatron import Continuation
 from pipette_launch.search.candidates import SearchInputs
-from pipette_launch.search.fallback_plans import CLOSE, FallbackNeeds, placed_anew, rough_step, with_fallback_plans
+from pipette_launch.search.fallback_plans import (
+    CLOSE,
+    FallbackNeeds,
+    placed_anew,
+    rough_step,
+    with_cases_of,
+    with_fallback_plans,
+)
 from pipette_launch.search.solve import SolveOptions
 
 
@@ -128,7 +136,9 @@ def test_fewer_hosts_train_where_that_is_quicker() -> None:
     steps_s = {}
     for size in range(1, 8):
         try:
-            found = planned(job_of(64)(size), without_hosts(measurements, plan.hosts[size:]))
+            job = job_of(64)(size)
+            known = with_cases_of(job, without_hosts(measurements, plan.hosts[size:]))
+            found = planned(job, with_extrapolated_times(job, known))
         except PipetteError:
             continue
         steps_s[size] = found.chosen.step_time_s

@@ -155,6 +155,7 @@ PREDICT = Subcommand(
     examples=(
         "pipette predict --gpu H100 --nodes 2 pretrain_gpt.py $ARGS",
         "pipette predict --gpu H100 --nodes 2 --stage 0 --json pretrain_gpt.py $ARGS",
+        "pipette predict --gpu H100 torchrun --nnodes 2 --nproc_per_node 8 pretrain_gpt.py $ARGS",
         "pipette predict --world-size 16 pretrain_gpt.py $ARGS --tensor-model-parallel-size 2   # memory only",
     ),
 )

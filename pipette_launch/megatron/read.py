@@ -18,8 +18,10 @@ from pipette_launch.megatron.model import read_model, required_flags
 from pipette_launch.megatron.performance import allocator_config, performance_flags, unmodelled, unpriced_note
 from pipette_launch.megatron.pins import fixed_fields, foreign_pins, pins, refusals
 from pipette_launch.megatron.rules.judge import check_formats, check_own, rule_faults
-from pipette_launch.megatron.script import Foreign, foreign_model, inference_note
+from pipette_launch.megatron.script import Foreign, foreign_model, trains_nothing
 from pipette_launch.megatron.tokenizers import read_vocabulary
+
+NO_TRAINING = "seems to train nothing"
 
 
 def read_job(
@@ -149,7 +151,9 @@ class _Reader:
         faults = [*given.faults(), *self.checkpoint_faults, *refused, *misspelt]
         if self.starts_nothing and not self.is_translated and not misspelt:
             faults += rule_faults(given)
-        required = required_flags(given, starts_nothing=self.starts_nothing, cause=self.checkpoint_note)
+        is_other = self.starts_nothing and trains_nothing(self.script)
+        cause = self.checkpoint_note or (f"{self.script} {NO_TRAINING}" if is_other else "")
+        required = required_flags(given, starts_nothing=self.starts_nothing, cause=cause)
         # Other spelling, or another kind of model, may be the reason why flags are missing.
         is_result = bool(refused or misspelt or self.checkpoint_faults)
         check_all(faults if required.fault is None or is_result else [*faults, required.fault])
@@ -171,7 +175,8 @@ class _Reader:
         notes = [self.checkpoint_note, vocabulary.note, *own.notes]
         notes += _notes(given, own.layout, found.layout, own.refusal)
         notes += [needless, *flags.unknown_note(given), unpriced_note(given)] if starts_nothing else []
-        notes += [inference_note(self.script)] if starts_nothing else []
+        if starts_nothing and trains_nothing(self.script):
+            notes.append(f"{self.script} {NO_TRAINING}; the figures are those of a training step with these flags")
         notes += [unseen_note(given)] if starts_nothing and self.for_planning else []
         if self.fixed:
             notes.append(f"The plan keeps these parts of your layout, as you asked: {', '.join(self.fixed)}.")

@@ -25,8 +25,8 @@ DESCRIBED, HELPERS = {"gpt", "hybrid", "mamba"}, {"backends", "common"}
 """Packages below `megatron.core.models`: those whose models the formulas describe, and those without a model."""
 OTHER_NAMES = re.compile(r"(?<![a-z])(bert|clip|ict|llava|multimodal|t5|vision|vl|vlm)(?![a-z0-9])")
 """Words in the names of scripts whose models are not decoder-only."""
-NO_TRAINING = re.compile(r"convert|eval|export|generat|inference|preprocess|prune|ptq|server")
-"""Words in the names of scripts that train nothing."""
+NO_TRAINING = re.compile(r"convert|eval|export|generat|inference|preprocess|prune|ptq|server|(^|/)(tasks|tools)/")
+"""Words in the paths of scripts that train nothing."""
 _BLACKWELL = 10
 """Compute capability from which on Megatron no longer demands CUDA_DEVICE_MAX_CONNECTIONS=1."""
 
@@ -100,13 +100,11 @@ def foreign_model(script: str, arguments: Arguments) -> Foreign:
     return Foreign(name or ("non-GPT" if is_foreign else ""), has_one_stack)
 
 
-def inference_note(script: str) -> str:
-    """Return a note if the script is not here, and its name says that it trains nothing; else an empty text."""
+def trains_nothing(script: str) -> bool:
+    """Return True if a script is not here, and its path says that it converts, generates or evaluates."""
     path = Path(script)
-    name = path.name.lower()
-    if path.is_file() or re.search("train|tun", name) or not NO_TRAINING.search(name):
-        return ""
-    return f"{script} seems to train nothing; the figures are those of a training step with these flags"
+    named = "/".join(path.parts[-3:]).lower()
+    return not (path.is_file() or re.search("train|tun", path.name.lower())) and bool(NO_TRAINING.search(named))
 
 
 def _checkout_version(folder: Path) -> str | None:

@@ -283,6 +283,9 @@ class _Reader:
             if found := ASSIGNMENT.fullmatch(value):
                 # mpirun -x A=b, docker -e A=b.
                 self._environment[found[1]] = found[2]
+        if found := re.match(r"ppr:(\d+):node", value):
+            # mpirun --map-by ppr:8:node.
+            sizes[PER_NODE] = Size(int(found[1]), f"{name} {option} {value}", int(found[1]))
         if kind:
             size = _size(f"{name} {word}" if joined else f"{name} {word} {value}".rstrip(), value)
             if size:

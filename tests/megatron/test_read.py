@@ -327,3 +327,12 @@ def test_a_schedule_that_is_none_is_named(schedule: str) -> None:
     """Each entry of a schedule must be a threshold and a batch size."""
     with pytest.raises(MegatronError, match="not a list such as 0:384 200B:768"):
         job(f"--step-batch-size-schedule {schedule}", base=BATCHLESS, version="0.20", for_prediction=True)
+
+
+def test_a_script_that_trains_nothing_is_noted() -> None:
+    """Figures of a converter or a generator are those of a training step; missing flags are no surprise there."""
+    note = "tools/generate.py seems to train nothing; the figures are those of a training step with these flags"
+
+    assert note in job(for_prediction=True, script="tools/generate.py").notes
+    with pytest.raises(MegatronError, match=r"--micro-batch-size; tools/generate.py seems to train nothing$"):
+        job(base=["--mine"], for_prediction=True, script="tools/generate.py")

@@ -29,8 +29,8 @@ from pipette_launch.megatron.script import (
     TAKEN_OUT,
     WRITERS,
     foreign_model,
-    inference_note,
     played_arguments,
+    trains_nothing,
 )
 
 
@@ -377,13 +377,24 @@ def test_doubtful_degrees_are_unknown(words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "is_noted"),
-    [("text_generation.py", True), ("tools/checkpoint/convert.py", True), ("pretrain_generative.py", False)],
+    ("script", "expected"),
+    [
+        ("text_generation.py", True),
+        ("tools/checkpoint/transform.py", True),
+        ("examples.inference.offline", True),
+        ("pretrain_generative.py", False),
+        ("tools/pretrain.py", False),
+        ("main.py", False),
+    ],
 )
-def test_a_script_that_trains_nothing_is_noted(name: str, is_noted: bool, tmp_path: Path) -> None:
-    """The name of an absent script may say that no step is trained; a script that is here is not judged by its name."""
-    note = f"{name} seems to train nothing; the figures are those of a training step with these flags"
-    assert note * is_noted == inference_note(name)
+def test_a_script_that_trains_nothing_is_known_by_its_path(script: str, *, expected: bool) -> None:
+    """The path of an absent script may say that no step is trained."""
+    assert expected is trains_nothing(script)
 
+
+def test_a_script_that_is_here_is_not_judged_by_its_path(tmp_path: Path) -> None:
+    """Its words decide."""
     (tmp_path / "generate.py").touch()
-    assert inference_note(str(tmp_path / "generate.py")) == ""
+
+    assert trains_nothing(str(tmp_path / "other" / "generate.py"))
+    assert not trains_nothing(str(tmp_path / "generate.py"))

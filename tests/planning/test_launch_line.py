@@ -46,6 +46,7 @@ LINES = (
         "mpirun -np 16 -mca btl tcp -x A=1 --allow-run-as-root python x.py --bf16",
         (None, None, 16),
     ),
+    ("mpirun -np 16 --map-by ppr:8:node:PE=4 python x.py --bf16", (None, 8, 16)),
     ("mpiexec -n 96 --ppn 12 --depth=8 python x.py --bf16", (None, 12, 96)),
     ("deepspeed --hostfile h --num_nodes 2 --num_gpus 8 x.py --bf16", (2, 8, None)),
     ("accelerate launch --multi_gpu --num_machines 2 --num_processes 16 x.py --bf16", (2, None, 16)),

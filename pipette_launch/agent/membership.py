@@ -124,7 +124,7 @@ class Membership:
         reader = Reader(self._server, name, group_rank, lambda: connected(where, within_s=HAND_ON_S))
         known = files.loads(Members, reader.read("members", met), "list of nodes")
         self._torch_ranks = {member.token: rank for rank, member in enumerate(known.members)}
-        admitted = self._signer.admitted(known.members, is_signed=known.is_signed)
+        admitted = self._signer.admitted(known.members, is_signed=known.is_signed) if known.members else ()
         self._members = tuple(replace(member, proof="") for member in admitted)
         if self._own not in self._members:
             raise ClusterError("the first node's list of nodes is without this node, so this node cannot take part")

@@ -25,7 +25,7 @@ from pipette_launch.agent.store import AgentStore, RoundStore
 from pipette_launch.defaults import HAND_ON_S, HOST_SILENCE_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
-from pipette_launch.facts.messages import Arrival, Decision, Member, NodeRecord
+from pipette_launch.facts.messages import Arrival, Decision, Member, Members, NodeRecord
 
 
 @contextmanager
@@ -363,6 +363,19 @@ def test_a_stranger_in_torchs_rendezvous_takes_no_part() -> None:
     decisions = [decision for decision, _ in agents.meet(0, 1)]
     assert [("token-node0", "token-node1")] * 2 == [decision.tokens for decision in decisions]
     assert frozenset({0, 2}) == agents.all[0].renewed_ranks()
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_list_without_this_node_is_an_error(others: int) -> None:
+    """A stranger may replace the list of nodes in the store of torch's rendezvous."""
+    agents, store = Agents(2), HashStore()
+    first = agents.all[0]._signer.introduced(agents.all[0]._own)
+    store.set("pipette/member/0", files.dumps(first))
+    store.set("pipette/members", files.dumps(Members(generation="", members=(first,) * others, is_signed=True)))
+    store.set("pipette/joined", "forged")
+
+    with pytest.raises(ClusterError, match="list of nodes is without this node"):
+        agents.all[1].join(store, 1, 2)
 
 
 def test_a_node_without_the_secret_cannot_join_a_signed_job() -> None:

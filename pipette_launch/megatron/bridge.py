@@ -385,11 +385,12 @@ def memory_options(model: Config) -> dict[str, Any]:
 
 
 def graphs(model: Config) -> dict[str, Any]:
-    """Return the flags of CUDA graphs."""
+    """Return the flags of CUDA graphs, with both names of the flag for modules. A release has one of the names."""
     impl, modules = model.get("cuda_graph_impl"), model.get("cuda_graph_modules") or model.get("cuda_graph_scope")
     names = modules.split(",") if isinstance(modules, str) else [str(_plain(each)) for each in modules or ()]
-    named = [name for name in names if name != "full"]
-    return {"cuda_graph_impl": None if impl == "none" else impl, "cuda_graph_modules": named or None}
+    named = [name for name in names if name != "full"] or None
+    impl = None if impl == "none" else impl
+    return {"cuda_graph_impl": impl, "cuda_graph_modules": named, "cuda_graph_scope": named}
 
 
 def precision_flags(one: Config, *, fsdp: bool) -> dict[str, Any]:

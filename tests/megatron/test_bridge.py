@@ -12,9 +12,12 @@ import pytest
 from pipette_launch.cost.layers.parameters import gradient_bytes_per_parameter
 from pipette_launch.errors import FileFormatError, MegatronError
 from pipette_launch.facts import Job, Recompute
+from pipette_launch.facts.job import ENGINE
 from pipette_launch.launch import plan_reports
 from pipette_launch.megatron import dialect_of, is_bridge, read_job
 from pipette_launch.megatron.bridge import VPP, Overrides
+from pipette_launch.megatron.flags import Arguments
+from pipette_launch.megatron.performance import options_of
 from pipette_launch.planning.plan import plan
 from pipette_launch.planning.predict import predict
 from pipette_launch.report.screen import arguments_diff
@@ -307,3 +310,28 @@ def test_words_of_a_recipe_are_shown_whole(monkeypatch: pytest.MonkeyPatch) -> N
     assert str(error.value).startswith(
         f"scripts/training/run_recipe.py {' '.join(words[:2])} ...: a recipe of Megatron"
     )
+
+
+LAYERS = {"transformer_impl": "transformer_engine"}
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.17.0", "0.18.0", "0.20.0"])
+@pytest.mark.parametrize(
+    ("settings", "graphs"),
+    [
+        ({"cuda_graph_impl": "none", "cuda_graph_modules": "full"}, ("none", set())),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": "full"}, ("local", set())),
+        ({"cuda_graph_impl": ENGINE, "cuda_graph_modules": ["attn", "mlp"]}, (ENGINE, {"attn", "mlp"})),
+        ({"cuda_graph_impl": ENGINE, "cuda_graph_scope": "attn,mlp"}, (ENGINE, {"attn", "mlp"})),
+        ({"cuda_graph_impl": "local", "cuda_graph_modules": "full_iteration"}, ("full_iteration", set())),
+        ({"enable_cuda_graph": True}, ("local", set())),
+        ({"external_cuda_graph": True}, (ENGINE, set())),
+    ],
+)
+def test_settings_of_graphs_have_one_meaning_in_each_release(
+    tmp_path: Path, settings: dict[str, Any], graphs: tuple[str, set[str]], version: str
+) -> None:
+    """Both names of the setting for modules, and lists and texts, give the same graphs."""
+    words = bridge_of(tmp_path, model={**MODEL, **LAYERS, **settings}).flags(version)
+
+    assert graphs == options_of(Arguments.parse(words, version)).graphs

@@ -152,6 +152,11 @@ PRECISE = "--use-precision-aware-optimizer --use-distributed-optimizer"
             "0.20",
             "needs --fine-grained-offloading-max-inflight-offloads",
         ),
+        (
+            "--cuda-graph-impl full_iteration --cuda-graph-modules attn --no-check-for-nan-in-loss-and-grad",
+            "0.20",
+            "a graph of the whole iteration excludes graphs of modules",
+        ),
     ],
 )
 def test_contradictions_that_no_drawn_line_has_are_refused(words: str, version: str, reason: str) -> None:

@@ -24,7 +24,7 @@ from pipette_launch.cost.pipeline.extra import StreamEngine
 from pipette_launch.cost.step.assemble import LAUNCHING, StepTime, stage_times, step_parts, totals_s_K
 from pipette_launch.cost.step.work import LayoutWork, Prices, once_a_step
 from pipette_launch.errors import PlanError
-from pipette_launch.facts.job import RING, Job, flag_of
+from pipette_launch.facts.job import ENGINE, LOCAL, RING, Job, flag_of
 from pipette_launch.facts.layout import Floats, Ints, Layout
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.schedule import Schedule
@@ -222,6 +222,11 @@ UNEVEN = (
     "steps with a free router are 6 to 25 % longer."
 )
 """Assumption on measured and imagined machines: the warm-up also gives all experts equal shares of the tokens."""
+WHOLE_LAYERS = (
+    "CUDA graphs of whole layers are priced, but a graph cannot hold experts whose number of tokens changes. Name the "
+    "other parts: --cuda-graph-modules attn moe_router moe_preprocess (before 0.18: --cuda-graph-scope)."
+)
+"""Note on layers with experts that Megatron cannot capture (core_v0.20, docs/user-guide/features/cuda_graph.md)."""
 _NCCL_DEFAULTS = "collectives are measured and priced with NCCL's default settings, and the step may be too"
 _WHOLE = "attention is priced over whole sequences instead of single documents, and the step may be too long"
 UNPRICED: tuple[tuple[str, Container[bool | str | int], str], ...] = (
@@ -286,6 +291,9 @@ class Predictor:
             assumed.append(f"Activations go to the host and come back at {rate} each way.")
         if self._job.optimizer == "soap":
             assumed.append("--optimizer soap is priced by its memory traffic alone, so the step is too short.")
+        graphs, has_fixed_shapes = options.graphs, options.moe_pad_expert_input_to_capacity or options.moe_paged_stash
+        if self._job.model.num_experts and graphs.impl in (LOCAL, ENGINE) and not (graphs.modules or has_fixed_shapes):
+            assumed.append(WHOLE_LAYERS)
         balanced = options.moe_router_force_load_balancing or options.moe_pad_expert_input_to_capacity
         if self._job.model.num_experts and layout.ep > 1 and not balanced:
             assumed.append(UNEVEN)

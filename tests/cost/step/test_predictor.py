@@ -26,7 +26,7 @@ from search.worlds import on_gpus
 
 from pipette_launch.cost.communication.exchanges import Groups
 from pipette_launch.cost.pipeline.extra import named_schedule
-from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor, launching_notes
+from pipette_launch.cost.step.predictor import NOT_MODELLED, WHOLE_LAYERS, Predictor, launching_notes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import (
     Batch,
@@ -265,6 +265,28 @@ def test_waits_for_launches_are_a_part_of_the_step(recompute: Recompute, again: 
     assert waits_s == pytest.approx(after["launching_kernels"])
     assert before["compute"] + before["recompute"] == pytest.approx(after["compute"] + after["recompute"] + waits_s)
     assert layout.num_microbatches(8) * 2 * again * 1e-4 == pytest.approx(before["recompute"] - after["recompute"])
+
+
+@pytest.mark.parametrize(
+    ("has_experts", "words", "expected"),
+    [
+        (True, "--cuda-graph-impl local", True),
+        (True, "--cuda-graph-impl transformer_engine", True),
+        (True, "--cuda-graph-impl transformer_engine --cuda-graph-modules attn", False),
+        (True, "--cuda-graph-impl local --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity", False),
+        (True, "--cuda-graph-impl full_iteration", False),
+        (True, "", False),
+        (False, "--cuda-graph-impl local", False),
+    ],
+)
+def test_graphs_of_whole_layers_with_experts_have_a_note(has_experts: bool, words: str, expected: bool) -> None:
+    """Megatron cannot capture experts whose number of tokens changes, so the note names the other parts."""
+    model = tiny_model(**(EXPERTS if has_experts else {}))
+    this = tiny_job(model=model, performance_flags=flags_of(words), megatron_version="0.20.0")
+
+    notes = Predictor(this, tiny_measurements(tiny_cluster())).notes(Layout(dp=4))
+
+    assert expected == (WHOLE_LAYERS in notes)
 
 
 GRAPHS, MICRO_BATCH = "CUDA graphs (--cuda-graph-impl)", "a larger --micro-batch-size"

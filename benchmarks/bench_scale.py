@@ -129,8 +129,9 @@ def options(num_nodes: int, cache: Path) -> Options:
         "--vocab-size 50257 --tokenizer-type NullTokenizer --mock-data --transformer-impl transformer_engine "
         "--attention-backend flash --overlap-grad-reduce --overlap-param-gather"
     ).split()
-    words = tuple(words)
-    return Options(script="pretrain_gpt.py", script_arguments=words, runs_python=True, is_module=False, cache=cache)
+    return Options(
+        script="pretrain_gpt.py", script_arguments=tuple(words), runs_python=True, is_module=False, cache=cache
+    )
 
 
 def measure(order: WarmupOrder) -> None:
@@ -189,8 +190,8 @@ def play_within_one_process(counts: Counter[str]) -> None:
     swap = membership.__dict__
     swap.update(PeerWatch=NoFinder, ReachSweep=NoFinder, HAND_ON_S=HAND_ON_S)
     swap["connected"] = lambda peer, within_s: Counted(peers.connected(peer, within_s=within_s), peer.port, counts)
-    agent_store.within = peers.within = lambda _seconds, do: do()
-    agent_store.HAND_ON_S = HAND_ON_S  # type: ignore[assignment]
+    agent_store.within = peers.within = lambda _seconds, do: do()  # type: ignore[attr-defined]
+    agent_store.HAND_ON_S = HAND_ON_S  # type: ignore[assignment, attr-defined]
     handed_on = agent_store.Reader._from_parent
 
     def counted(reader: agent_store.Reader, key: str, is_over: Callable[[], bool]) -> list[bytes]:

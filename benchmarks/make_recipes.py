@@ -23,8 +23,9 @@ from benchmarks.stand_ins import Record, StandIns
 from benchmarks.validation.nvidia import DEVICES
 from benchmarks.validation.options import DATA
 from pipette_launch.megatron import bridge, newest_release
-from pipette_launch.megatron.bridge import ETP, Overrides
+from pipette_launch.megatron.bridge import Overrides
 from pipette_launch.megatron.flags import Arguments
+from pipette_launch.megatron.layout import ETP
 
 TARGET = DATA / "nvidia_recipes.csv"
 COLUMNS = ("release", "phase", "model", "system", "gpus", "precision", "gbs", "mbs", "seq", "tp", "pp")
@@ -93,6 +94,8 @@ KEPT = (
 
 class Recipe(Record):
     """A recipe: parts that it does not set exist, and are empty."""
+
+    mixed_precision: Any
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

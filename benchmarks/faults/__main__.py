@@ -24,6 +24,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from benchmarks.faults.cases import FAULTS, PHASES, Case, cases
 from benchmarks.faults.job import ROOT
@@ -112,10 +113,8 @@ def _table(args: argparse.Namespace) -> int:
     lines = [line for record in args.records for line in _read(record)]
     results = [
         Result(
-            **{
-                **{name: value for name, value in line.items() if name not in ("number", "conditions")},
-                "case": Case(*line["case"]),
-            }
+            case=Case(*line["case"]),
+            **{name: value for name, value in line.items() if name not in ("number", "conditions", "case")},
         )
         for line in lines
     ]
@@ -129,7 +128,7 @@ def _table(args: argparse.Namespace) -> int:
     return 0 if all(result.is_well for result in results) else 1
 
 
-def _read(record: Path) -> list[dict[str, object]]:
+def _read(record: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in record.read_text().splitlines()]
 
 

@@ -29,7 +29,7 @@ LOOK_S = 1.0
 GRACE_S = 5.0
 """Between asking a launcher that took too long to end and killing it."""
 
-Fact = TypeVar("Fact")
+Fact = TypeVar("Fact", bound=files.Document)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -219,10 +219,10 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
         )
         cells = []
         for name, said, real in pairs:
-            known = said is not None and real and not rank["ran_out"]
-            if known:
-                errors[name].append(said / real - 1)
-            cells += [_mib(said), f"{said / real - 1:+.2%}" if known else "-"]
+            error = said / real - 1 if said is not None and real and not rank["ran_out"] else None
+            if error is not None:
+                errors[name].append(error)
+            cells += [_mib(said), "-" if error is None else f"{error:+.2%}"]
         cells.insert(4, _mib(whole or None))
         held_text = "ran out" if rank["ran_out"] else _mib(held)
         first = f"| {rank['model']} | {rank['layout']} | {rank['ranks']:,} | {rank['stage']} | {held_text} "

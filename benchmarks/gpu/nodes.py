@@ -20,7 +20,7 @@ from benchmarks.gpu.notebook import Notebook
 from pipette_launch import megatron
 from pipette_launch.cost.pipeline.extra import named_schedule
 from pipette_launch.errors import PipetteError
-from pipette_launch.facts import Choice, Layout, Plan, Provenance, files
+from pipette_launch.facts import Choice, Job, Layout, Plan, Provenance, files
 from pipette_launch.facts.schedule import ScheduleFile
 from pipette_launch.probe.run import BACKENDS
 
@@ -167,7 +167,7 @@ class Nodes:
             "seconds": max(run.seconds for run in ours),
         }
 
-    def _job(self, layout: Layout) -> megatron.Job:
+    def _job(self, layout: Layout) -> Job:
         return megatron.read_job(
             self.words, world_size=layout.world_size, megatron_version="0.16.1", device_kind=self.book.kind
         )

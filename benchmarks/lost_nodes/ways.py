@@ -124,7 +124,7 @@ class Templates:
         """Layout that the product runs after these losses; None if it has to measure again."""
         there = [host for host in self.plan.hosts if host not in set(lost)]
         fitted = refit(self.plan, there)
-        return fitted and going(fitted)
+        return going(fitted) if fitted else None
 
 
 def going(plan: Plan) -> Going:

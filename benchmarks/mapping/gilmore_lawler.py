@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipette_launch.search.assignment.descent import Floats, Flows, Ints, views
+from pipette_launch.facts.layout import Floats, Ints
+from pipette_launch.search.assignment.descent import Flows, views
 
 SOFTENINGS = np.geomspace(0.1, 1e-4, 13)
 """Entropy of the assignment while its prices are sought, in parts of the costs' spread."""

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipette_launch.search.assignment.descent import Flows, Ints, Position, SwapPrices
+from pipette_launch.facts.layout import Ints
+from pipette_launch.search.assignment.descent import Flows, Position, SwapPrices
 
 NEAREST = 8
 """Number of near places from which an informed proposal chooses."""

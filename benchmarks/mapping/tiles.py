@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipette_launch.search.assignment.descent import Floats, Flows, Ints
+from pipette_launch.facts.layout import Floats, Ints
+from pipette_launch.search.assignment.descent import Flows
 from pipette_launch.search.slots import Tiers
 
 MOST = 64

@@ -17,7 +17,7 @@ from pipette_launch.cost.layers.ends import loss_bytes_per_logit
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Job
 
-COPIES = {(2, 2): 2, (2, 3): 1, (2, 4): 1, (2, 5): 1}
+COPIES: dict[tuple[int, ...], int] = {(2, 2): 2, (2, 3): 1, (2, 4): 1, (2, 5): 1}
 """fp32 copies of the logits, by torch release, that the timed division adds to the peak of a later step.
 
 Counted from inductor's generated code, run on fake tensors: 18 bytes per logit with torch 2.2, 14 with 2.3 to 2.5, and

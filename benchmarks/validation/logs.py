@@ -238,7 +238,7 @@ def first_iteration_peak(parts: MemoryParts, job: Job) -> int:
     master = 0 if job.model.params_dtype == "fp32" else MASTER_BYTES
     moments = 0 if job.optimizer == "sgd" else parts.optimizer * ADAM_BYTES // (ADAM_BYTES + master)
     # Bytes that the passes add, even if they do not set the steady peak: the peak of a rank without an optimizer step.
-    passes = replace(parts, optimizer_step=0).total - parts.static
+    passes = replace(parts, optimizer_step=0).total - parts.static  # type: ignore[arg-type]
     return max(parts.static + passes - moments, parts.static + parts.optimizer_step)
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.validation.shapes import VERSION
-from benchmarks.validation.tables import Row, Table, number, optional, read_table, size, text, whole, word
+from benchmarks.validation.tables import Converter, Row, Table, number, optional, read_table, size, text, whole, word
 
 COMPLETED = Path(__file__).parent.parent / "data" / "nvidia_completed.csv"
 RECIPES, CARDS = COMPLETED.with_name("nvidia_recipes.csv"), COMPLETED.with_name("nvidia_cards.csv")
 _STATED_BY_RECIPES = ("dispatcher", "ep_overlap", "cuda_graphs", "recompute")
-COLUMNS = {
+COLUMNS: dict[str, Converter] = {
     **dict.fromkeys(("release", "phase", "model", "system", "precision"), word),
     **dict.fromkeys(("gpus", "gbs", "seq", "tp", "pp"), size),
     **dict.fromkeys(("mbs", "cp", "vp", "ep", "etp"), optional(size)),
@@ -27,7 +27,9 @@ _COMPLETED_COLUMNS = {**dict.fromkeys(("release", "model", "system"), word), **d
 _RECIPE_COLUMNS = {name: COLUMNS[name] for name in ("release", "phase", "model", "system", "precision", "recipe")}
 _RECIPE_COLUMNS |= {name: COLUMNS[name] for name in ("gpus", "gbs", "mbs", "seq", "tp", "pp")}
 _RECIPE_COLUMNS |= {"flags": text, "allocator": text, "published": text}
-_CARD_COLUMNS = dict.fromkeys(("card", "recipe", "model", "system", "precision", "allocator", "flags", "note"), text)
+_CARD_COLUMNS: dict[str, Converter] = dict.fromkeys(
+    ("card", "recipe", "model", "system", "precision", "allocator", "flags", "note"), text
+)
 _CARD_COLUMNS |= dict.fromkeys(("gpus", "seq"), optional(size))
 _BLANK = {name: read for name, read in COLUMNS.items() if name not in _RECIPE_COLUMNS}
 _LATENT = ("q_lora", "kv_lora", "qk_nope", "qk_rope", "v_dim")

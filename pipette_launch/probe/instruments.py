@@ -235,7 +235,7 @@ class Peak(NamedTuple):
 class CpuMeter:
     """Reads the resident set of this process; Linux keeps its peak (VmHWM), which a process can reset."""
 
-    def peak(self, work: Callable[[], None]) -> Peak:
+    def peak(self, work: Callable[[], object]) -> Peak:
         """Run the work and return its peak memory."""
         # Return unused heap to the system first, because unused heap would hide the growth of the resident set.
         gc.collect()
@@ -268,7 +268,7 @@ class CudaMeter:
         self._uuid = uuid
         self._others_bytes = device_used_bytes(uuid)
 
-    def peak(self, work: Callable[[], None]) -> Peak:
+    def peak(self, work: Callable[[], object]) -> Peak:
         """Run the work and return its peak memory. NVML is read after the work, as torch keeps its memory."""
         before = self.workspace_bytes()
         torch.cuda.empty_cache()

@@ -1,6 +1,7 @@
 """What the driver tells of a real device is what torch tells of it, and what our tables say of its type."""
 
 import pytest
+from facts_for_tests import tiny_job
 from gpu.fresh import in_a_fresh_process, uuid
 
 from pipette_launch.errors import ClusterError
@@ -57,5 +58,5 @@ def test_tables_know_the_device() -> None:
 
     assert major == compute_capability(device.name)
     assert min(abs(size / device.memory_total_bytes - 1) for size in sizes) < 0.03
-    assert (major >= 10) == (not environment(Layout(tp=2), device_kind="cuda", device_name=device.name))
+    assert (major >= 10) == (not environment(tiny_job(2), Layout(tp=2), device_kind="cuda", device_name=device.name))
     assert device.uuid == uuid()

@@ -80,4 +80,6 @@ def test_torchs_own_words_are_recognised_as_out_of_memory() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
     assert 1 == done.returncode
-    assert (megatron.explain_failure(done.stderr) or "").startswith("out of memory")
+    why = megatron.explain_failure(done.stderr)
+    assert why is not None
+    assert why.ran_out_of_memory

@@ -144,7 +144,8 @@ class _Runner:
 
 def why(text: str) -> str:
     """Say in a line why a training failed, from the end of its output."""
-    return megatron.explain_failure(text) or text.splitlines()[0][-200:]
+    known = megatron.explain_failure(text)
+    return known.cause if known else text.splitlines()[0][-200:]
 
 
 def raw(cell: Cell) -> Mapping[str, Any]:

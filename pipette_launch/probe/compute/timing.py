@@ -126,7 +126,7 @@ def time_part(
 
 
 def time_calls(
-    action: Callable[[], None], *, stopwatch: Stopwatch, habits: Habits, wait: Callable[[], None] | None = None
+    action: Callable[[], object], *, stopwatch: Stopwatch, habits: Habits, wait: Callable[[], None] | None = None
 ) -> Samples:
     """Time repeated calls of an action without a backward pass; `wait` runs untimed before each call."""
 

@@ -14,7 +14,7 @@ from screens import NEW, OLD, SCREENS, at_width, choice, drawn, plan, shown
 
 from pipette_launch.facts import Layout, Samples
 from pipette_launch.facts.outcome import Outcome, PeakReading
-from pipette_launch.facts.plan import Rate, Setting
+from pipette_launch.facts.plan import Rate, Setting, Trial, Trials
 from pipette_launch.facts.schedule import ScheduleFile, interleaved_zero_bubble
 from pipette_launch.report.plan import outcome_line, plan_file_screen, rank_ranges
 from pipette_launch.report.screen import arguments_diff
@@ -92,6 +92,25 @@ def test_a_plan_that_could_not_be_kept_has_no_path() -> None:
     text = shown(made, None, new_arguments=None, saved_to=None, unsaved="/x cannot be written: do this")
 
     assert "Plan file  not kept: /x cannot be written: do this\n" in text
+
+
+def test_a_single_thing_is_singular() -> None:
+    """Each trial had one iteration."""
+    run = Trial(
+        layout=Layout(dp=2),
+        placement=(0, 1),
+        is_own=True,
+        predicted_step_s=1.0,
+        step=Samples(values_s=(1.0,)),
+        failure="",
+        took_s=1.0,
+    )
+    tried = replace(
+        plan(tiny_cluster(1, 2), choice(Layout(dp=2), 1.0), choice(Layout(pp=2), 2.0)),
+        trials=Trials(asked=1, iterations=1, runs=(run,)),
+    )
+
+    assert "timed: 1 iteration of each trial;" in shown(tried, None, new_arguments=None)
 
 
 def test_a_stage_over_the_limit_says_so() -> None:

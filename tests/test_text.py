@@ -20,9 +20,15 @@ from pipette_launch.facts import files
 from pipette_launch.report.measured import checkup_screen, measured_screen
 from pipette_launch.report.plan import plan_file_screen
 from pipette_launch.report.prediction import comparison_screen, prediction_screen
-from pipette_launch.text import escape_log_lines, listed, printable
+from pipette_launch.text import counted, escape_log_lines, listed, numbered, printable
 
 HOSTILE = "a\x1b]0;mine\x07\x9b31m\x7f\r\u202eb\ud800"
+
+
+def test_nouns_follow_their_number() -> None:
+    """One thing is singular, and any other number of things is plural."""
+    assert ["0 hosts", "1 host", "2 hosts"] == [counted(number, "host") for number in range(3)]
+    assert ["stage 3", "stages 1, 2"] == [numbered("stage", numbers) for numbers in ((3,), (1, 2))]
 
 
 @given(st.text())

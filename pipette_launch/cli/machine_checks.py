@@ -26,7 +26,7 @@ from pipette_launch.launch.cache import default_root, distrust
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.nvml import query, session
 from pipette_launch.probe.health.verdicts import judge
-from pipette_launch.text import bytes_text
+from pipette_launch.text import bytes_text, counted
 
 PYTHON = SpecifierSet(">=3.10,<3.14")
 NEEDED = {"torch": SpecifierSet(">=2.6"), "megatron-core": SpecifierSet(">=0.14")}
@@ -129,7 +129,7 @@ def _host(args: Namespace, found: list[Finding]) -> Host | None:
         found.append(_found("slows" if verdict.is_sick else "fine", f"device {verdict.device}", value, verdict.advice))
     forgotten = sum(one.persistence_mode is False for one in conditions)
     if forgotten:
-        value = f"off on {forgotten} of {len(conditions)} GPUs; every start of a job waits for the driver"
+        value = f"off on {forgotten} of {counted(len(conditions), 'GPU')}; every start of a job waits for the driver"
         found.append(_found("slows", "persistence mode", value, "nvidia-smi -pm 1"))
     return host
 
@@ -171,7 +171,7 @@ def shared_memory(num_devices: int, folder: Path = SHARED_MEMORY) -> Iterator[Fi
         yield _found("stops", str(folder), f"cannot be read ({error.strerror})", f"mount a tmpfs at {folder}")
         return
     free = space.f_bavail * space.f_frsize
-    value = f"{bytes_text(free)} free for {num_devices} devices"
+    value = f"{bytes_text(free)} free for {counted(num_devices, 'device')}"
     is_little = num_devices > 1 and free < num_devices * LEAST_SHARED_BYTES
     if free >= ENOUGH_SHARED_BYTES and not is_little:
         yield _found("fine", str(folder), value)

@@ -110,7 +110,8 @@ def _learn(what: str, log_errors: Sequence[float]) -> tuple[Factor | None, str]:
     errors_N = np.array([error for error in log_errors if math.isfinite(error)])
     count, refused = len(errors_N), f"{what} are not corrected by earlier outcomes on these machines:"
     if count < LEAST_OUTCOMES:
-        return None, f"{refused} {count} different configurations were measured, and {LEAST_OUTCOMES} are needed."
+        was = "was" if count == 1 else "were"
+        return None, f"{refused} {LEAST_OUTCOMES} different configurations are needed, and {count} {was} measured."
     mean = float(errors_N.mean())
     # Difference between each outcome's log error and the mean log error of all other outcomes.
     left_N = (errors_N - mean) * count / (count - 1)

@@ -21,7 +21,7 @@ from pipette_launch.launch.options import Options, Script
 from pipette_launch.launch.plan_reports import PlanDocuments, page_of, page_path, trace_of, trace_path
 from pipette_launch.planning.plan_key import plan_key
 from pipette_launch.planning.replan import UseFallback
-from pipette_launch.text import joined
+from pipette_launch.text import counted, joined
 
 logger = logging.getLogger(__name__)
 CPU_PATCHES = ("cpu_backend",)
@@ -284,5 +284,6 @@ class Planner:
         if left == plan.templates:
             return plan
         gone = len(plan.templates) - len(left)
-        note = f"{gone} of the plans for fewer hosts cannot load the checkpoints of {layout.words()} and are left out."
+        plans = counted(gone, "plan")
+        note = f"Left out: {plans} for fewer hosts, which cannot load the checkpoints of {layout.words()}."
         return replace(plan, templates=left, notes=(*plan.notes, note))

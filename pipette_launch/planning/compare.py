@@ -12,6 +12,8 @@ from pipette_launch.facts.plan import in_order_of
 from pipette_launch.facts.prediction import Comparison, Entry
 from pipette_launch.text import bytes_text, counted
 
+NO_NETWORK = "one that was not described"
+
 
 def compare(paths: Sequence[str | Path]) -> Comparison:
     """Compare plan files, as `pipette compare` does. Ranks that moved are counted relative to the first file.
@@ -79,6 +81,6 @@ def _differences(plans: Sequence[Plan]) -> Iterator[str]:
         ):
             mine, others = getattr(plan.setting, name), getattr(first.setting, name)
             if mine != others:
-                yield f"{number}: other {what} than plan 1: {mine or 'measured'} instead of {others or 'measured'}."
+                yield f"{number}: other {what} than plan 1: {mine or NO_NETWORK} instead of {others or NO_NETWORK}."
         if len(plan.hosts) != len(first.hosts):
             yield f"{number}: {counted(len(plan.hosts), 'host')} instead of {len(first.hosts)}."

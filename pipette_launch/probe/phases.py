@@ -50,7 +50,7 @@ from pipette_launch.probe.links.fits import EarlierLinks, FoundLinks, LinkBook, 
 from pipette_launch.probe.links.selection import Line, Lines, Measure, Pair, Round, Survey, most_rounds, survey
 from pipette_launch.probe.lockstep import Budget, Lockstep
 from pipette_launch.probe.messages import LinkSamples, WarmupOrder, WorkerResult, joined
-from pipette_launch.text import hertz_text, listed, plural, rate_text
+from pipette_launch.text import counted, hertz_text, listed, plural, rate_text
 from pipette_patches.replacements import megatron_core_version
 
 T = TypeVar("T")
@@ -532,7 +532,7 @@ def _compute_notes(
     """Report which compute times are missing, and which compute times scatter."""
     if missing:
         first = f"tp{missing[0].tp} cp{missing[0].cp} mbs{missing[0].micro_batch_size}"
-        yield f"compute: {len(missing)} of {len(options.cases)} cases were not measured, such as {first}"
+        yield f"compute: not measured: {len(missing)} of {counted(len(options.cases), 'case')}, such as {first}"
     unstable = [
         time
         for time in compute

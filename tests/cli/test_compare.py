@@ -11,6 +11,7 @@ from screens import choice, plan
 
 from pipette_launch.cli.pipette import main
 from pipette_launch.facts import Layout, files
+from pipette_launch.facts.plan import Setting
 from pipette_launch.planning.compare import compare, num_moved
 
 CLUSTER = tiny_cluster(2, 2)
@@ -63,6 +64,27 @@ def test_a_tight_plan_can_run(folder: Path, least_gib: int, faults: tuple[str, .
     found = compare([folder / "a.plan.json", folder / "fat.plan.json"]).entries[1]
 
     assert (faults, remarks, not faults) == (found.faults, found.remarks, found.runs)
+
+
+def test_a_network_that_was_not_described_is_not_called_measured(folder: Path) -> None:
+    """Plans of one host and of measured hosts have no described network, and nothing else is known of it."""
+    setting = Setting(
+        script="x.py",
+        arguments=(),
+        new_arguments=(),
+        num_parameters=1,
+        global_batch_size=1,
+        seq_length=1,
+        device_name="x",
+        device_memory_bytes=1,
+        machines="x",
+        network="",
+    )
+    files.write(folder / "one.plan.json", replace(ONE, setting=setting))
+    files.write(folder / "two.plan.json", replace(ONE, setting=replace(setting, network="47 GB/s")))
+    notes = compare([folder / "one.plan.json", folder / "two.plan.json"]).notes
+
+    assert ("2: other network than plan 1: 47 GB/s instead of one that was not described.",) == notes
 
 
 def test_hosts_may_stand_in_another_order() -> None:

@@ -163,8 +163,8 @@ def test_the_notes_report_what_was_learned() -> None:
 
     assert (
         (
-            "Step times are not corrected by earlier outcomes on these machines: 3 different configurations were "
-            "measured, and 4 are needed."
+            "Step times are not corrected by earlier outcomes on these machines: 4 different configurations are "
+            "needed, and 3 were measured."
         ),
     ) == few.notes
     assert (None, None) == (few.step, few.memory)

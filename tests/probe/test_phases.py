@@ -287,7 +287,7 @@ def test_skipped_cases_are_counted(tmp_path: Path) -> None:
     options = tiny_options(tmp_path, hosts=1, devices=1, cases=(REFERENCE, other))
     found = assemble(options, [result(0)], versions={}, taken_at="now")
 
-    assert ("compute: 1 of 2 cases were not measured, such as tp1 cp1 mbs2",) == found.notes
+    assert ("compute: not measured: 1 of 2 cases, such as tp1 cp1 mbs2",) == found.notes
 
 
 def test_clocks_under_load_are_noted(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_a_slot_alone_with_no_time_measures_the_least(tmp_path: Path) -> None:
     assert {REFERENCE} == set(found.compute_cases())
     assert PARTS - {"moe_layer"} == {time.part for time in found.compute}
     assert () == found.collectives
-    assert "compute: 1 of 2 cases were not measured, such as tp2 cp1 mbs1" in found.notes
+    assert "compute: not measured: 1 of 2 cases, such as tp2 cp1 mbs1" in found.notes
 
 
 def test_a_missing_worker_ends_the_others_in_time(tmp_path: Path) -> None:

@@ -299,8 +299,8 @@ def assumptions(
     sizes = [window for window in job.model.attention_windows if window]
     if sizes and is_flash(job.model):
         sentences.append(
-            f"{len(sizes)} of {job.model.num_layers} layers attend to a window of {max(sizes)} tokens; each layer is "
-            f"priced as the mean of all layers."
+            f"Layers with a window of at most {max(sizes)} tokens: {len(sizes)} of {job.model.num_layers}; each layer "
+            f"is priced as the mean of all layers."
         )
     sentences += [
         f"Flash attention's products reach {efficiency.attention_share:.0%} of {peak}.",

@@ -202,8 +202,8 @@ def _columns(values_KPD: Floats) -> Floats:
 
 
 NOT_MODELLED = (
-    "Faster compute while other slots of a host wait: compute is measured on all slots at once.",
-    "Contention for one link or network card between groups or pipelines, beyond the measured contention.",
+    "Faster compute while other slots of a host wait: a warm-up times compute on all slots at once.",
+    "Contention for one link or network card between groups or pipelines, beyond what a warm-up times.",
     "Sends that delay each other in Megatron's schedules; each send takes the time of its link.",
     "Slower matrix products while collectives run beside them.",
     "Aligned starts of overlapped gradient reduction on all pipeline ranks.",
@@ -227,7 +227,7 @@ WHOLE_LAYERS = (
     "other parts: --cuda-graph-modules attn moe_router moe_preprocess (before 0.18: --cuda-graph-scope)."
 )
 """Note on layers with experts that Megatron cannot capture (core_v0.20, docs/user-guide/features/cuda_graph.md)."""
-_NCCL_DEFAULTS = "collectives are measured and priced with NCCL's default settings, and the step may be too"
+_NCCL_DEFAULTS = "collectives have the times of NCCL's default settings, and the step may be too"
 _WHOLE = "attention is priced over whole sequences instead of single documents, and the step may be too long"
 UNPRICED: tuple[tuple[str, Container[bool | str | int], str], ...] = (
     ("optimizer_cpu_offload", frozenset({True}), "the optimizer is priced as on the device, and the step is too short"),

@@ -480,7 +480,7 @@ def measure(
 
     for done, (is_between, number, pairs) in enumerate(in_turns(between, within)):
         if done >= needed and done % chunk == 0 and not has_time():
-            notes = (f"links: {total - done} of {total} rounds were skipped, because the budget was spent",)
+            notes = (f"links: skipped {total - done} of {total} rounds, because the budget was spent",)
             break
         if is_between:
             found += meter.measure([pairs], first=number, of=len(between))

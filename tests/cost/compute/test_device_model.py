@@ -584,7 +584,7 @@ def test_windows_take_scores_off_where_none_is_written(backend: str, share: floa
     said = " ".join(imagined(tiny_job(model=model), GPU, num_hosts=1, devices_per_host=1, layouts=[Layout()]).notes)
 
     assert seen == all_of_it if share == 1 else seen.attention_flops / all_of_it.attention_flops == share
-    assert ("layers attend to a window of 1 tokens" in said) == (backend == "flash")
+    assert ("Layers with a window of at most 1 tokens" in said) == (backend == "flash")
 
 
 def test_nothing_cannot_be_imagined() -> None:

@@ -430,9 +430,9 @@ def test_a_direction_gets_its_share_of_the_time(left_s: float, rounds: int, seco
 @pytest.mark.parametrize(
     ("hosts", "devices", "times", "measured", "note"),
     [
-        (4, 1, [0.0, 0.0, 99.0], 2, ("links: 1 of 3 rounds were skipped, because the budget was spent",)),
-        (4, 1, [0.0, 99.0], 1, ("links: 2 of 3 rounds were skipped, because the budget was spent",)),
-        (2, 4, [0.0, 99.0, 99.0], 2, ("links: 2 of 4 rounds were skipped, because the budget was spent",)),
+        (4, 1, [0.0, 0.0, 99.0], 2, ("links: skipped 1 of 3 rounds, because the budget was spent",)),
+        (4, 1, [0.0, 99.0], 1, ("links: skipped 2 of 3 rounds, because the budget was spent",)),
+        (2, 4, [0.0, 99.0, 99.0], 2, ("links: skipped 2 of 4 rounds, because the budget was spent",)),
         (4, 1, [0.0, 0.0, 0.0], 3, ()),
     ],
 )

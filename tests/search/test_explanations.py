@@ -47,6 +47,19 @@ def test_what_is_not_modelled_is_listed() -> None:
     assert sum(note.startswith(PREFIX) for note in plan.notes) == len(NOT_MODELLED)
 
 
+def test_a_plan_names_the_wait_for_launches() -> None:
+    """The plan has the wait as a part of the chosen step, and a note with its cures."""
+    measured = tiny_measurements(tiny_cluster())
+    idle = replace(measured, compute=tuple(replace(time, forward_idle_s=2e-4) for time in measured.compute))
+    plan, plain = planned(tiny_job(4), idle), planned(tiny_job(4), measured)
+    waits_s = plan.chosen.breakdown_s["launching_kernels"]
+
+    assert waits_s > 0.1 * plan.chosen.step_time_s
+    assert plain.chosen.breakdown_s["launching_kernels"] == 0
+    has_note = [any("hosts to launch kernels. Cures" in note for note in one.notes) for one in (plan, plain)]
+    assert [True, False] == has_note
+
+
 def test_another_layout_draws_other_random_numbers() -> None:
     """A note names a change of tensor or pipeline degree, but not a change of placement alone."""
     job = tiny_job(4, pinned=("dp", "ep", "cp", "vpp", "micro_batch_size", "tp"))

@@ -16,7 +16,7 @@ dispatch, and the reduction of gradients (megatron-core, fp8_utils.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -359,16 +359,17 @@ def _compute_times(
 ) -> Iterator[ComputeTime]:
     """Yield modelled times of these kinds of layers and of other parts; `only_experts` keeps parts with experts."""
     case, precision = case_of(layout), Precision.of(job, device)
-    parts: dict[Part, PassLoads] = {kind: kind_loads(job, layout, kind) for kind in sorted(kinds)}
+    layers = {kind: kind_loads(job, layout, kind) for kind in sorted({*kinds, *job.model.layer_kinds})}
+    parts: dict[Part, PassLoads] = {kind: layers[kind] for kind in sorted(kinds)}
     prediction = job.model.prediction_kinds
     if job.model.mtp_num_layers and (not only_experts or kinds.intersection(prediction)):
-        layers = sum((kind_loads(job, layout, kind) for kind in prediction), PassLoads())
-        parts["prediction"] = depth_loads(job, layout, layers)
+        depth = sum((kind_loads(job, layout, kind) for kind in prediction), PassLoads())
+        parts["prediction"] = depth_loads(job, layout, depth)
     if not only_experts:
         parts["embedding"] = embedding_loads(job, layout)
         parts["head"] = head_loads(job, layout)
         parts["core_attention"] = (Sparse if job.model.sparse_attention else Attention)(job.model, layout).core_loads()
-    shares = _waiting_shares(job, device, layout)
+    shares = _waiting_shares(job, device, layers)
     for name, loads in parts.items():
         # Input gradient and weight gradient are priced as one pass, because the host launches the kernels of the next
         # gradient while the device still computes.
@@ -393,8 +394,10 @@ def _compute_times(
         )
 
 
-def _waiting_shares(job: Job, device: DeviceSpec, layout: Layout) -> tuple[float, float]:
+def _waiting_shares(job: Job, device: DeviceSpec, layers: Mapping[LayerKind, PassLoads]) -> tuple[float, float]:
     """Return the share of the host's launches for which devices wait, in forwards and backwards of the model's layers.
+
+    `layers` has the work of a layer of each kind.
 
     The host launches kernels of later layers while the device computes, because CUDA's streams queue kernels (CUDA C++
     Programming Guide, asynchronous concurrent execution). So layers take as long together as all their launches, or as
@@ -404,7 +407,7 @@ def _waiting_shares(job: Job, device: DeviceSpec, layout: Layout) -> tuple[float
     """
     precision, launch_s, busy_s = Precision.of(job, device), [0.0, 0.0], [0.0, 0.0]
     for kind, count in Counter(job.model.layer_kinds).items():
-        loads = kind_loads(job, layout, kind)
+        loads = layers[kind]
         for index, load in enumerate((loads.forward, loads.input_grad + loads.weight_grad)):
             launch_s[index] += count * host_s(device, load)
             busy_s[index] += count * device_s(device, precision, load)

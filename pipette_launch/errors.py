@@ -60,10 +60,9 @@ def check_all(errors: Iterable[MegatronError]) -> None:
     if len(texts) == 1:
         raise MegatronError(texts[0])
     if texts:
-        numbered = " ".join(
-            f"({number}) {text}{'' if text.endswith('?') else '.'}" for number, text in enumerate(texts, 1)
-        )
-        raise MegatronError(f"{len(texts)} faults: {numbered}")
+        *first, last = [f"({number}) {text}" for number, text in enumerate(texts, 1)]
+        sentences = [text if text.endswith("?") else f"{text}." for text in first]
+        raise MegatronError(" ".join([f"{len(texts)} faults:", *sentences, last]))
 
 
 class ClusterError(PipetteError):

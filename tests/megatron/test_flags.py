@@ -268,7 +268,7 @@ def test_all_reasons_against_a_job_are_named_together() -> None:
         )
 
     assert "did you mean adam? (2) --use-checkpoint-args needs --load or --pretrained-checkpoint;" in str(error.value)
-    assert str(error.value).endswith("(4) --perform-rl-step: reinforcement learning steps are not modelled.")
+    assert str(error.value).endswith("(4) --perform-rl-step: reinforcement learning steps are not modelled")
 
 
 def test_sizes_are_at_least_one() -> None:

@@ -321,6 +321,9 @@ class PipetteAgent(LocalElasticAgent):
             # Read the output again: workers that got a signal may have printed more, as about a saved checkpoint.
             self._drop_logs(patience_s=SIGNALLED_S if signalled else None)
             if self._round_store is not None and not signalled:
+                if self._rendezvous_settings.is_client:
+                    # After the last goodbye, the host of torch's rendezvous is gone, and torch would print a warning.
+                    self._handler.shutdown()
                 holds_store = self._round_store.is_coordinator or self._rendezvous_settings.may_host_store
                 say_goodbye(self._round_store, holds_store=holds_store)
         return result

@@ -312,6 +312,8 @@ class AgentStoreHandler(RendezvousHandler):
         self._is_round_over = is_round_over
         self._host = settings.store_elsewhere() if inner.get_backend() == "c10d" else None
         self._waiting = Waiting(inner, settings)
+        self._was_closed: bool | None = None
+        """Result of the first call of `shutdown`; None before."""
         self._is_known = isinstance(inner, DynamicRendezvousHandler) and nodes_list.is_known(inner)
         if self._is_known:
             nodes_list.share_writes(inner, settings.most_nodes)
@@ -412,8 +414,10 @@ class AgentStoreHandler(RendezvousHandler):
         return self._inner.get_run_id()
 
     def shutdown(self) -> bool:
-        """Close the rendezvous, unless this launcher took no part in the job."""
-        return not self._waiting.is_spare and self._asked(self._inner.shutdown, otherwise=False)
+        """Close the rendezvous in the first call, unless this launcher took no part in the job."""
+        if self._was_closed is None:
+            self._was_closed = not self._waiting.is_spare and self._asked(self._inner.shutdown, otherwise=False)
+        return self._was_closed
 
     def _asked(self, do: Callable[[], Answer], *, otherwise: Answer) -> Answer:
         try:

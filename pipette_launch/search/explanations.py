@@ -168,6 +168,7 @@ def _why_other(inputs: SearchInputs, chosen: Chosen) -> list[str]:
         need = _need_text(own.memory_shown)
         found = [
             f"The user's own layout {own.layout.words()} {need}.",
+            *_easing(inputs, own),
             f"{choice.layout.words()} fits, and takes {takes}",
         ]
     else:
@@ -179,6 +180,17 @@ def _why_other(inputs: SearchInputs, chosen: Chosen) -> list[str]:
         before = seconds_text(best.host_order_s)
         found.append(f"Placing its ranks by the links saves {saved:.1%}; in torchrun's order it would take {before}.")
     return found
+
+
+def _easing(inputs: SearchInputs, own: Choice) -> Iterator[str]:
+    """Yield the need of a tight layout with expandable segments, if they lower it."""
+    eased = with_expandable_segments(inputs.job)
+    if eased is None or own.verdict != "tight":
+        return
+    overhead = measured_overhead(eased, own.layout, inputs.measurements)
+    need_bytes = max(map(overhead.device_peak_bytes, own.peak_memory_bytes))
+    if need_bytes < max(own.memory_shown.need_bytes):
+        yield f"With {EXPANDABLE_SEGMENTS} it needs about {bytes_text(need_bytes)}."
 
 
 def _need_text(memory: MemoryNeed) -> str:

@@ -15,6 +15,7 @@ from pipette_launch.facts import Batch, ComputeCase, Layout, Measurements
 from pipette_launch.facts.known_devices import known_devices
 from pipette_launch.report.plan import chosen_line
 from pipette_launch.report.screen import NOT_MODELLED as PREFIX
+from pipette_launch.text import bytes_text
 
 
 def test_all_is_said_in_sentences() -> None:
@@ -215,6 +216,9 @@ def test_an_own_layout_that_is_tight_is_called_so() -> None:
     assert "tight" == found.own.verdict
     assert found.chosen.fits
     assert any("without the allocator's cache), and a plan may use" in reason for reason in found.reasons)
+    eased = planned(tiny_job(4, allocator_config="expandable_segments:True"), gpus(1 << 50)).own.memory_shown
+    helps = f"With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it needs about {bytes_text(max(eased.need_bytes))}."
+    assert helps in found.reasons
     assert chosen_line(found).endswith("your own configuration is tight in memory")
 
 

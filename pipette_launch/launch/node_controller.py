@@ -5,21 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import time
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
 
 from pipette_launch import megatron
 from pipette_launch.agent import elastic
 from pipette_launch.agent.controller import Controller, WorkerCommand
 from pipette_launch.agent.rendezvous import RendezvousSettings
-from pipette_launch.defaults import START_S
+from pipette_launch.defaults import FILES_S, START_S
 from pipette_launch.facts import Choice, files
 from pipette_launch.facts.messages import AttemptEnd, Decision, Failure, NodeRecord, TrialReport
 from pipette_launch.facts.outcome import Outcome, PeakReading
@@ -30,7 +32,7 @@ from pipette_launch.launch.hosts import described
 from pipette_launch.launch.metrics import MetricsFile, Spans
 from pipette_launch.launch.options import Options
 from pipette_launch.launch.plan_reports import add_outcome, existing_page
-from pipette_launch.launch.terminal import Terminal, parts_words
+from pipette_launch.launch.terminal import HEAD, Terminal, parts_words
 from pipette_launch.launch.training import OutcomeTracker, Recovery, Slowdown, device_peaks, has_trained
 from pipette_launch.launch.trials import trial_progress
 from pipette_launch.probe.health import inventory
@@ -46,19 +48,19 @@ def launch(args: Namespace, options: Options, *, advice: str = "") -> None:
     metrics = MetricsFile(options.metrics_file, script=options.script, keeps=not options.only_looks)
     spans = Spans(os.environ)
     has_failed = True
+    writer = FileWriter()
     metrics.begin()
     try:
-        # The end of the block waits for the writer, so that the files are whole.
-        with ThreadPoolExecutor(1) as writer:
-            elastic.run(
-                args,
-                lambda settings: NodeController(options, settings, folder, metrics=metrics, spans=spans, writer=writer),
-                advice=advice,
-                secret_folder=default_root(),
-            )
+        elastic.run(
+            args,
+            lambda settings: NodeController(options, settings, folder, metrics=metrics, spans=spans, writer=writer),
+            advice=advice,
+            secret_folder=default_root(),
+        )
         has_failed = False
     finally:
-        metrics.ended(failed=has_failed)
+        writer.submit(partial(metrics.ended, failed=has_failed))
+        writer.finish()
         spans.end()
         folder.remove()
 
@@ -85,11 +87,33 @@ class PrivateFolder:
             shutil.rmtree(self._made, ignore_errors=True)
 
 
-def _logging_errors(write: Callable[[], None]) -> None:
-    try:
-        write()
-    except Exception:
-        logger.exception("a file beside the plan is missing; the job goes on")
+class FileWriter:
+    """Thread that writes files, one after the other. A file system that hangs stops only this thread."""
+
+    def __init__(self) -> None:
+        self._writes: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        Thread(target=self._run, name="pipette-files", daemon=True).start()
+
+    def submit(self, write: Callable[[], object]) -> None:
+        """Call a function in the thread, after all earlier functions. The log reports its error."""
+        self._writes.put(write)
+
+    def finish(self, *, within_s: float = FILES_S) -> None:
+        """Wait until all files are whole. A line on stderr reports that they are not."""
+        is_done = Event()
+        self.submit(is_done.set)
+        if not is_done.wait(within_s):
+            sys.stderr.write(
+                f"{HEAD}the file system did not answer within {within_s:g} s, so files of this job are missing\n"
+            )
+
+    def _run(self) -> None:
+        while True:
+            write = self._writes.get()
+            try:
+                write()
+            except Exception:
+                logger.exception("a file beside the plan is missing; the job goes on")
 
 
 class NodeController(Controller):
@@ -103,10 +127,9 @@ class NodeController(Controller):
         *,
         metrics: MetricsFile,
         spans: Spans,
-        writer: Executor,
+        writer: FileWriter,
     ) -> None:
         self._writer = writer
-        """Thread that writes large files in the background, one after the other."""
         self._unwritten: list[Callable[[], None]] = []
         """Functions that write files after the next decision has reached the other nodes."""
         self._options = options
@@ -209,7 +232,7 @@ class NodeController(Controller):
         """Note a decision. The deciding node (`speaks`) prints the decision."""
         self._terminal.end()
         while self._unwritten:
-            self._writer.submit(_logging_errors, self._unwritten.pop(0))
+            self._writer.submit(self._unwritten.pop(0))
         self._begin_attempt(decision)
         self._metrics.decided(decision, self._coordinator.planner.cache if speaks else self._cache, decides=speaks)
         if not speaks:
@@ -297,7 +320,7 @@ class NodeController(Controller):
         self._metrics.note(measured_memory_bytes=peak.measured_bytes if peak else None)
         self._terminal.say(outcome_line(outcome))
         # This thread drains the workers' pipes. If it waited for a file system that hangs, the training would stop.
-        self._writer.submit(_logging_errors, partial(self._write_outcome, outcome, self._cache))
+        self._writer.submit(partial(self._write_outcome, outcome, self._cache))
 
     def _write_outcome(self, outcome: Outcome, cache: Cache) -> None:
         trouble = cache.keep_outcome(outcome, self._host) if self._host else cache.save(OUTCOME, outcome)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -14,6 +14,7 @@ import pytest
 from gpu_rules.nvml import FakeNvml, install
 from launch.worlds import options, plan, records
 
+from pipette_launch.agent import elastic
 from pipette_launch.agent.controller import WorkerCommand
 from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.facts import Layout, Plan, files
@@ -23,7 +24,7 @@ from pipette_launch.launch import terminal
 from pipette_launch.launch.commands import links_options
 from pipette_launch.launch.hosts import described
 from pipette_launch.launch.metrics import MetricsFile, Spans
-from pipette_launch.launch.node_controller import NodeController, PrivateFolder
+from pipette_launch.launch.node_controller import FileWriter, NodeController, PrivateFolder, launch
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.messages import LinksOrder
 from pipette_launch.report.page.page import plan_page
@@ -34,7 +35,7 @@ LINE = (
 )
 SCRIPT = WorkerCommand(entrypoint="python", arguments=("-u", "x"), environment={})
 TWO = plan(Layout(pp=2, dp=2), Layout(tp=2, dp=2))
-WRITER = ThreadPoolExecutor(1)
+WRITER = FileWriter()
 
 
 def begun(folder: Path, **changes: Any) -> NodeController:
@@ -67,7 +68,7 @@ def decision(made: Plan | None = TWO, **changes: Any) -> Decision:
 
 def await_writer() -> None:
     """Wait until the thread that writes files has written all of them."""
-    WRITER.submit(lambda: None).result()
+    WRITER.finish(within_s=30.0)
 
 
 def test_a_restart_shows_nothing_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,6 +215,25 @@ def test_an_outcome_is_read_while_the_file_system_hangs(
     assert took_s < 5
     assert "step 1.00 s, predicted 1.00 s" in printed
     assert 20 == files.read(tmp_path / "cache" / "k" / "outcome.json", Outcome).last_iteration
+
+
+def test_a_file_system_that_hangs_does_not_keep_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job has ended, and its launcher ends too, with a line about the files."""
+    goes_on = Event()
+
+    def run(_args: Namespace, make: Any, **_: object) -> None:
+        controller = make(RendezvousSettings(endpoint="localhost:0", node_rank=-1, may_host_store=True))
+        controller._writer.submit(goes_on.wait)
+
+    monkeypatch.setattr(elastic, "run", run)
+    monkeypatch.setattr(FileWriter.finish, "__kwdefaults__", {"within_s": 0.2})
+    launch(Namespace(), options(device="cpu", cache=tmp_path / "cache"))
+    goes_on.set()
+
+    words = "pipette-launch: the file system did not answer within 0.2 s, so files of this job are missing\n"
+    assert words == capsys.readouterr().err
 
 
 def test_an_outcome_that_cannot_be_kept_has_no_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -432,6 +432,45 @@ def test_flags_of_late_2026_are_priced_or_noted(fewer: str, more: str, signs: st
     assert not note or any(note in each for each in {*found.notes} - {*plain.notes})
 
 
+@pytest.mark.parametrize(
+    ("words", "seq_length", "nodes"),
+    [
+        ("--num-experts 128 --expert-model-parallel-size 32 --overlap-moe-expert-parallel-comm", 4096, 4),
+        ("--num-experts 128 --expert-model-parallel-size 64 --overlap-moe-expert-parallel-comm", 4096, 8),
+        ("--num-experts 128 --expert-model-parallel-size 64 --overlap-moe-expert-parallel-comm", 1024, 8),
+        ("--num-experts 128 --expert-model-parallel-size 16", 8192, 2),
+        ("--tensor-model-parallel-size 8 --sequence-parallel --tp-comm-overlap", 2048, 1),
+        ("--tensor-model-parallel-size 4 --sequence-parallel --context-parallel-size 2", 2048, 2),
+        ("--pipeline-model-parallel-size 4", 1024, 1),
+    ],
+)
+def test_graphs_never_make_a_step_longer(words: str, seq_length: int, nodes: int) -> None:
+    """Time in which devices wait for launches hides each collective once, not in two formulas."""
+    line = (
+        "--num-layers 16 --hidden-size 4096 --ffn-hidden-size 1024 --num-attention-heads 32 "
+        "--group-query-attention --num-query-groups 8 --max-position-embeddings 8192 --vocab-size 32000 "
+        "--tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 512 --train-iters 100 --lr 1e-4 --bf16 "
+        f"--swiglu --disable-bias-linear --normalization RMSNorm --use-distributed-optimizer --te-rng-tracker {words} "
+        f"--seq-length {seq_length}"
+    )
+    parts = "mlp"
+    if "experts" in words:
+        line += (
+            " --moe-router-topk 8 --moe-grouped-gemm --moe-ffn-hidden-size 1024 --moe-token-dispatcher-type alltoall"
+        )
+        parts = "moe_router moe_preprocess"
+    by_engine = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn"
+    graphs = ("", by_engine, f"{by_engine} {parts}")
+    steps_s = [
+        predict(f"{line} {flags}".split(), gpu="H100", nodes=nodes, megatron_version="0.20.0").step_time_s or 0.0
+        for flags in graphs
+    ]
+
+    assert min(steps_s) > 0
+    assert steps_s[2] <= steps_s[1] * (1 + 1e-12)
+    assert steps_s[1] <= steps_s[0] * (1 + 1e-12)
+
+
 def test_sparse_attention_is_priced_with_its_doubts() -> None:
     """Torch's scores take longer than kernels, cp is no ring, and only the closed form counts such layers."""
     words = (

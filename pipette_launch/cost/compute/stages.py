@@ -135,6 +135,17 @@ class Passes:
             self, recompute_s=again_s, backward_idle_s=self.backward_idle_s + idle_s, recompute_idle_s=idle_s
         )
 
+    @property
+    def busy(self) -> Passes:
+        """The same passes without the time in which the device waits for the host."""
+        backward_s = self.backward_s - (self.backward_idle_s - self.recompute_idle_s)
+        return Passes(
+            forward_s=self.forward_s - self.forward_idle_s,
+            backward_s=backward_s,
+            recompute_s=self.recompute_s - self.recompute_idle_s,
+            weight_grad_s=self.weight_grad_s * (backward_s / self.backward_s if self.backward_s else 0.0),
+        )
+
 
 _seconds = attrgetter(*Passes.__slots__)
 
@@ -290,8 +301,11 @@ class ComputeTable:
         return (*layers, part["embedding"], *self._ends(layout, part))
 
     def hiding(self, layout: Layout) -> Hiding:
-        """Return compute seconds that can hide collectives: of the first layer, or of the mean of mixed layers."""
-        model, part = self._job.model, self._passes_of(layout)
+        """Return compute seconds that can hide collectives: of the first layer, or of the mean of mixed layers.
+
+        Time in which the device waits for the host hides collectives of its whole pass instead (`work.pass_s`).
+        """
+        model, part = self._job.model, {name: passes.busy for name, passes in self._passes_of(layout).items()}
         kinds = model.layer_kinds if model.hybrid or model.linear_layers else model.layer_kinds[:1]
         shares = {kind: count / len(kinds) for kind, count in Counter(kinds).items()}
         layer = sum((part[kind] * share for kind, share in shares.items()), Passes())

@@ -86,7 +86,7 @@ def read_job(
 
 
 def _with_checkpoint(given: Arguments) -> tuple[Arguments, str, Sequence[MegatronError]]:
-    """Return the flags with those of the checkpoint, a note on the checkpoint, and errors of the checkpoint's flags."""
+    """Return the flags together with the checkpoint's arguments, a note on the checkpoint, and errors about both."""
     try:
         return *with_checkpoint_arguments(given), ()
     except MegatronError as error:

@@ -62,24 +62,10 @@ COMMANDS = {"accelerate": ("launch",), "flux": ("run", "mini")}
 """Subcommands of a launcher."""
 SHELLS = ("bash", "sh", "zsh", "dash")
 WRAPPERS = (
-    *("apptainer", "conda", "docker", "enroot", "env", "exec", "gdb", "ionice", "kubectl", "mamba", "micromamba"),
-    *("ncu", "nice", "nohup", "nsys", "numactl", "omniperf", "pixi", "podman", "podman-hpc", "poetry", "py-spy", "ray"),
-    *(
-        "rocprof",
-        "rocprofv2",
-        "rocprofv3",
-        "salloc",
-        "sbatch",
-        "setsid",
-        "shifter",
-        "singularity",
-        "stdbuf",
-        "strace",
-        "sudo",
-        "taskset",
-    ),
-    *("time", "timeout", "uv", "viztracer"),
-)
+    "apptainer cProfile conda coverage debugpy docker enroot env exec gdb ionice kubectl mamba micromamba ncu nice "
+    "nohup nsys numactl omniperf pdb pixi podman podman-hpc poetry py-spy ray rocprof rocprofv2 rocprofv3 salloc sbatch "
+    "scalene setsid shifter singularity stdbuf strace sudo taskset time timeout trace uv viztracer"
+).split()
 """Programs that start the rest of the line, and state no size of a job."""
 PYTHON = re.compile(r"(python|pypy)[\d.]*")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -214,15 +200,16 @@ class _Reader:
             word = self._rest.pop(0)
             if re.fullmatch("-[a-zA-Z]*m", word) and self._rest:
                 module = self._rest.pop(0)
-                if module not in MODULES:
+                if module not in MODULES and module not in WRAPPERS:
                     return module
-                self._rest.insert(0, MODULES[module])
+                self._rest.insert(0, MODULES.get(module, module))
                 return ""
             if re.fullmatch("-[a-zA-Z]*c", word):
                 raise UsageError(f"{self._before} {word} runs a text, not a script; name the script of the job")
             if word in PYTHON_VALUES and self._rest:
                 del self._rest[0]
-        return self._rest.pop(0) if self._rest else ""
+        # `python $(which torchrun)` also starts a launcher.
+        return self._rest.pop(0) if self._rest and _name(self._rest[0]) not in LAUNCHERS else ""
 
     def _shell(self) -> None:
         """Continue with the text after `-c`, in the command that starts a program."""

@@ -60,6 +60,8 @@ LINES = (
     ),
     ("./with_env.sh torchrun --nnodes 2 x.py --bf16", (2, None, None)),
     ("debugpy-run -p :5678 -m torch.distributed.run -- --nnodes 2 --nproc_per_node 4 x.py --bf16", (2, 4, None)),
+    ("python /env/bin/torchrun --nnodes 2 --nproc_per_node 4 x.py --bf16", (2, 4, None)),
+    ("python -m debugpy --listen 5678 x.py --bf16", (None, None, None)),
     ("spindle --fast srun -n 8 my-env python x.py --bf16", (None, None, 8)),
 )
 

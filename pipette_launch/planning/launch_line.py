@@ -63,8 +63,8 @@ COMMANDS = {"accelerate": ("launch",), "flux": ("run", "mini")}
 SHELLS = ("bash", "sh", "zsh", "dash")
 WRAPPERS = (
     "apptainer cProfile conda coverage debugpy docker enroot env exec gdb ionice kubectl mamba micromamba ncu nice "
-    "nohup nsys numactl omniperf pdb pixi podman podman-hpc poetry py-spy ray rocprof rocprofv2 rocprofv3 salloc sbatch "
-    "scalene setsid shifter singularity stdbuf strace sudo taskset time timeout trace uv viztracer"
+    "nohup nsys numactl omniperf pdb pixi podman podman-hpc poetry py-spy ray rocprof rocprofv2 rocprofv3 salloc "
+    "sbatch scalene setsid shifter singularity stdbuf strace sudo taskset time timeout trace uv viztracer"
 ).split()
 """Programs that start the rest of the line, and state no size of a job."""
 PYTHON = re.compile(r"(python|pypy)[\d.]*")

@@ -450,8 +450,8 @@ def test_graphs_never_make_a_step_longer(words: str, seq_length: int, nodes: int
         "--num-layers 16 --hidden-size 4096 --ffn-hidden-size 1024 --num-attention-heads 32 "
         "--group-query-attention --num-query-groups 8 --max-position-embeddings 8192 --vocab-size 32000 "
         "--tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 512 --train-iters 100 --lr 1e-4 "
-        f"--bf16 --swiglu --disable-bias-linear --normalization RMSNorm --use-distributed-optimizer --te-rng-tracker {words} "
-        f"--seq-length {seq_length}"
+        f"--bf16 --swiglu --disable-bias-linear --normalization RMSNorm --use-distributed-optimizer --te-rng-tracker "
+        f"{words} --seq-length {seq_length}"
     )
     parts = "mlp"
     if "experts" in words:

@@ -260,11 +260,11 @@ def _measured(source: str | Path | Measurements, sizes: _Sizes) -> TargetMachine
     name = "the measured cluster" if isinstance(source, Measurements) else str(source)
     found = measured.cluster
     ranks, hosts, devices = there = (found.num_slots, len(found.hosts), found.devices_per_host)
-    for what, given, measured_size in zip(("ranks", "hosts", "devices per host"), sizes, there, strict=True):
+    for what, given, measured_size in zip(("rank", "host", "device"), sizes, there, strict=True):
         if given is not None and given != measured_size:
             raise ClusterError(
                 f"{name} has {counted(hosts, 'host')} x {counted(devices, 'device')} = {counted(ranks, 'rank')}, "
-                f"but the job has {given} {what}; "
+                f"but the job has {counted(given, what)}{' per host' if what == 'device' else ''}; "
                 f"leave the sizes out, or name a device type to imagine other machines"
             )
     return TargetMachines(

@@ -102,7 +102,7 @@ def test_a_cluster_of_another_size_is_refused(tmp_path: Path, capsys: pytest.Cap
     code, _, err = answer(f"--cluster {path} --world-size 8 {JOB}", capsys)
 
     assert 2 == code
-    assert f"{path} has 1 hosts x 4 devices = 4 ranks, but the job has 8 ranks" in err
+    assert f"{path} has 1 host x 4 devices = 4 ranks, but the job has 8 ranks" in err
 
 
 def test_json_is_a_document(capsys: pytest.CaptureFixture[str]) -> None:

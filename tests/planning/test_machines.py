@@ -116,7 +116,7 @@ def test_of_unknown_machines_nothing_is_known() -> None:
             ClusterError,
             "the measured cluster has 2 hosts x 4 devices = 8 ranks, but the job has 16 ranks",
         ),
-        ({"nodes": 1, "cluster": MEASURED}, ClusterError, "but the job has 1 hosts"),
+        ({"nodes": 1, "cluster": MEASURED}, ClusterError, "but the job has 1 host;"),
         ({"gpus_per_node": 8, "cluster": MEASURED}, ClusterError, "but the job has 8 devices per host"),
         ({"cluster": Path("/nowhere/cluster.json")}, FileFormatError, "/nowhere/cluster.json: cannot be read"),
     ],

@@ -35,7 +35,6 @@ def test_settings_of_a_recipe_become_flags() -> None:
         pipeline_model_parallel_layout=[["embedding", "decoder"], ["decoder"], ["decoder"], ["mtp", "loss"]],
         recompute_modules=["mlp"],
         cpu_offloading_num_layers=3,
-        cuda_graph_scope=["attn"],
         moe_flex_dispatcher_backend="deepep",
     )
     recipe = Recipe(model=model, mixed_precision=Record(bf16=True, fp8="hybrid", fp8_recipe="tensorwise"))

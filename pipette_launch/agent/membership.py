@@ -402,21 +402,30 @@ class Membership:
         return self._round_store.peek(f"{what}/{member.token}") or ""
 
     def _proved_parted(self, num_arrivals: int) -> str:
-        """Return `_why_parted`, after a wait for proofs that agents which refuse connections have ended."""
+        """Return `_why_parted`, after a wait for proofs that lost agents have ended."""
         ends_s = time.monotonic() + PROOF_S
         while (why := self._why_parted(num_arrivals)) and time.monotonic() < ends_s:
-            if self._refusing <= self._surely_gone():
+            ended, gone = self._reported_ends(), self._surely_gone()
+            unproved = (self._refusing | (ended & self._lost.keys())) - gone
+            if not unproved:
                 break
+            # The kernel of a dying agent closes its connections before its port.
+            again = unreachable([one for one in self._members if one.token in unproved], timeout_s=PROBE_S)
+            self._refusing |= {token for token, reason in again.items() if reason == GONE}
             time.sleep(RETRY_S)
         return why
+
+    def _reported_ends(self) -> set[str]:
+        """Return the tokens of agents whose end an open connection of this agent or of an agent that came has shown."""
+        ended = self._connections.ended()
+        return {one.token for one in self._members if one.token in ended or self._desk.has(f"ended/{one.token}")}
 
     def _surely_gone(self) -> set[str]:
         """Return the tokens of lost members that have surely ended.
 
         A refused connection is a proof only after an open connection ended, because a firewall may refuse connections.
         """
-        ended = self._connections.ended()
-        return self._left | {one for one in self._refusing if one in ended or self._desk.has(f"ended/{one}")}
+        return self._left | (self._refusing & self._reported_ends())
 
     def _why_parted(self, num_arrivals: int) -> str:
         """Return why this part of a divided network must end; empty if only this part may continue the job."""

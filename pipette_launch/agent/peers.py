@@ -14,6 +14,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import wait
 from functools import partial
@@ -53,6 +54,8 @@ class OpenConnections:
         """Connections that ended. Another thread may still poll them, and their descriptors must not get a new use."""
         self._ended: set[str] = set()
         self._lock = threading.Lock()
+        # The finalizer refers to the sockets, so that Python's collector of cycles does not end them first.
+        weakref.finalize(self, _close, self._open, self._over).atexit = False
 
     def keep(self, peer: Member, connection: socket.socket) -> socket.socket:
         """Keep a connection unless an older one is still open; close the other one, and return the kept connection."""
@@ -93,8 +96,10 @@ class OpenConnections:
                 logger.info("the connection to another agent broke, which does not prove its end: %s", error)
             self._over.append(self._open.pop(token))
 
-    def __del__(self) -> None:
-        self.keep_only(())
+
+def _close(opened: dict[str, socket.socket], over: list[socket.socket]) -> None:
+    for connection in (*opened.values(), *over):
+        connection.close()
 
 
 class LostFinder(threading.Thread):

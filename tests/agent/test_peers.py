@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import resource
 import signal
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -341,3 +343,20 @@ def test_a_request_that_waited_for_nearly_a_silence_counts_as_silence(waited_s: 
     assert expected == finder.is_silent
     finder._has_answer.set()
     assert not finder.is_silent
+
+
+def test_connections_are_closed_although_they_are_part_of_a_cycle() -> None:
+    """An agent's objects refer to each other, and Python warns of a socket that it has to close itself."""
+    gc.collect()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connections: Any = OpenConnections()
+        connections.keep(member("a"), socket.create_connection(server.getsockname()))
+        taken, _ = server.accept()
+        connections.itself = connections
+        del connections
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            gc.collect()
+
+        assert (b"", []) == (taken.recv(1), [one.message for one in warned])
+        taken.close()

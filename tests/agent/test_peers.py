@@ -349,11 +349,13 @@ def test_connections_are_closed_although_they_are_part_of_a_cycle() -> None:
     """An agent's objects refer to each other, and Python warns of a socket that it has to close itself."""
     gc.collect()
     with socket.create_server(("127.0.0.1", 0)) as server:
+        # Python ends the older object of a cycle first.
+        opened = socket.create_connection(server.getsockname())
         connections: Any = OpenConnections()
-        connections.keep(member("a"), socket.create_connection(server.getsockname()))
+        connections.keep(member("a"), opened)
         taken, _ = server.accept()
         connections.itself = connections
-        del connections
+        del connections, opened
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             gc.collect()

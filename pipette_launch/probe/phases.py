@@ -13,13 +13,12 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
 import logging
 import os
 import statistics
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TypeVar
@@ -46,18 +45,18 @@ from pipette_launch.probe.compute.slot_speeds import Speeds, factors, on_the_wal
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.verdicts import device_verdicts, faults_first, link_verdicts
 from pipette_launch.probe.links import collectives, pairs
-from pipette_launch.probe.links.fits import EarlierLinks, FoundLinks, LinkBook, found_links, group_times, host_fits
-from pipette_launch.probe.links.selection import Line, Lines, Measure, Pair, Round, Survey, most_rounds, survey
+from pipette_launch.probe.links.fits import EarlierLinks, FoundLinks, found_links, group_times
+from pipette_launch.probe.links.selection import Lines, Pair, Survey
 from pipette_launch.probe.lockstep import Budget, Lockstep
-from pipette_launch.probe.messages import LinkSamples, WarmupOrder, WorkerResult, joined
+from pipette_launch.probe.messages import WarmupOrder, WorkerResult, joined
 from pipette_launch.text import counted, hertz_text, listed, plural, rate_text
 from pipette_patches.replacements import megatron_core_version
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 QUESTION, ANSWER = "question.json", "advice.json"
-LINKS_LEAST, COLLECTIVES_LEAST = 0.25, 0.1
-"""Smallest shares of the time budget that links and collectives get, even after a long compute phase."""
+COLLECTIVES_LEAST = 0.1
+"""Smallest share of the time budget that collectives get, even after a long compute phase."""
 ADVICE_SHARE = 0.8
 """The adviser may search until this share of the budget is spent."""
 ADVICE_S = (1.0, 5.0)
@@ -209,43 +208,38 @@ class Phases:
     def _pass(self, *, is_cached: bool) -> tuple[Advice | None, Survey | None]:
         """Measure the links that plans use; returns the last advice and all links on rank 0, None on other ranks."""
         self._send()
-        options, budget = self.options, self._for_links()
-        places = [host.place for host in options.hosts]
-        bound_s = pairs.direction_s(budget.left_s(pairs.LINKS_SHARE), most_rounds(places), options.device_kind)
-        meter = pairs.LinkMeter(options=options, lockstep=self.lockstep, bound_s=bound_s)
+        budget = self._for_links()
         answers: list[Advice] = []
+        # Only rank 0 has the measurements of all workers, and only rank 0 calls these functions.
+        base = self._measurements() if self.rank == 0 else None
 
-        def decide(measure: Measure) -> Survey:
-            base = self._measurements()
-            links = [link for result in self._gathered for link in result.links]
+        def known() -> Lines:
+            if is_cached and self._earlier:
+                return self._earlier.between
+            return pairs.lines_of([link for result in self._gathered for link in result.links], self.options)
 
-            def advise(between: Links) -> Sequence[Pair]:
-                answers.append(self._ask(replace(base, cluster=replace(base.cluster, between_hosts=between))))
-                return [(one, other) for one, other in answers[-1].host_pairs]
+        def advise(between: Links) -> Sequence[Pair]:
+            assert base is not None
+            answers.append(self._ask(replace(base, cluster=replace(base.cluster, between_hosts=between))))
+            return [(one, other) for one, other in answers[-1].host_pairs]
 
-            return survey(
-                len(options.hosts),
-                self._earlier.between if is_cached and self._earlier else lines_of(links, options),
-                measure=measure,
-                advise=advise,
-                most_rounds=most_rounds(places),
-                places=places,
-                is_cached=is_cached,
-                # Cached links are checked once, however little time is left.
-                allows=lambda: not answers or budget.allows(pairs.LINKS_SHARE),
-            )
-
-        sent, found = in_step(
-            self.lockstep, meter.measure, lambda links: lines_of(links, options), decide, patience_s=ADVICE_PATIENCE_S
+        explored, found = pairs.explore(
+            self.options,
+            known,
+            lockstep=self.lockstep,
+            budget=budget,
+            advise=advise,
+            is_cached=is_cached,
+            # Cached links are checked once, however little time is left.
+            allows=lambda: not answers or budget.allows(pairs.LINKS_SHARE),
+            patience_s=ADVICE_PATIENCE_S,
         )
-        self._mine = self._mine.plus(links=sent)
-        if found is not None and found.passes:
-            self._mine = self._mine.plus(link_rounds=(found.rounds,), notes=(found.words(),))
+        self._mine = joined(self._mine, explored)
         return answers[-1] if answers else None, found
 
     def _for_links(self) -> Budget:
         """Return a budget with time for links, even if the compute phase took longer than its share."""
-        return self.budget.with_room(pairs.LINKS_SHARE, LINKS_LEAST)
+        return self.budget.with_room(pairs.LINKS_SHARE, pairs.LINKS_LEAST)
 
     def _ask(self, measurements: Measurements) -> Advice:
         least_s, most_s = ADVICE_S
@@ -313,50 +307,6 @@ def _links_words(linked: WorkerResult, num_hosts: int) -> str:
 def _groups_words(num_collectives: int, num_sets: int) -> str:
     timed = f"{num_collectives} {plural('collective', num_collectives)} timed"
     return f"{timed} in {num_sets} {plural('set', num_sets)} of groups"
-
-
-def in_step(
-    lockstep: Lockstep,
-    meter: Callable[[Sequence[Round]], Sequence[LinkSamples]],
-    merge: Callable[[Sequence[LinkSamples]], Lines],
-    decide: Callable[[Measure], T],
-    *,
-    patience_s: float,
-) -> tuple[tuple[LinkSamples, ...], T | None]:
-    """Let rank 0 choose rounds that all ranks measure; every rank calls this.
-
-    `meter` measures rounds on this rank, and `merge` turns the samples of all slots into links between hosts. `decide`
-    runs on rank 0 only, and may call the given `Measure` any number of times, with at most `patience_s` between two
-    calls. Returns the samples that this rank sent, and on rank 0 the result of `decide`.
-    """
-    mine: list[LinkSamples] = []
-
-    def take(rounds: Sequence[Round]) -> list[str]:
-        taken = meter(rounds)
-        mine.extend(taken)
-        return lockstep.gather(json.dumps([files.to_plain(link) for link in taken]), left_s=patience_s) or []
-
-    def measure(rounds: Sequence[Round]) -> Lines:
-        lockstep.broadcast(json.dumps(rounds))
-        links: list[LinkSamples] = []
-        for rank, text in enumerate(take(rounds)):
-            source = f"links of rank {rank}"
-            links += files.from_plain(tuple[LinkSamples, ...], files.parse(text, source), source)
-        return merge(links)
-
-    if lockstep.rank == 0:
-        found = decide(measure)
-        lockstep.broadcast("[]")
-        return tuple(mine), found
-    while rounds := json.loads(lockstep.broadcast("", left_s=patience_s)):
-        take([tuple((one, other) for one, other in pairs) for pairs in rounds])
-    return tuple(mine), None
-
-
-def lines_of(links: Sequence[LinkSamples], options: WarmupOrder) -> dict[Pair, Line]:
-    """Return the line of each measured pair of hosts."""
-    fits = host_fits(LinkBook.of(links).best(), options.devices_per_host)
-    return {pair: fit.line for pair, fit in fits.items()}
 
 
 def broadcast_text(text: str, device: torch.device) -> str:

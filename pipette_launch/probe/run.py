@@ -23,7 +23,7 @@ from pipette_launch.facts import Cluster, Measurements, files
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.nvml import is_same_device
 from pipette_launch.probe.lockstep import Budget, Lockstep, WorkerPlace, end_with_parent, worker_place
-from pipette_launch.probe.messages import START, LinksOrder, Progress, WarmupOrder, WorkerResult
+from pipette_launch.probe.messages import START, LinksOrder, Progress, WarmupOrder, WorkerResult, joined
 from pipette_launch.text import printable
 
 logger = logging.getLogger(__name__)
@@ -129,11 +129,23 @@ def _time_links(options: LinksOrder, place: WorkerPlace, progress: Progress, sta
     budget = Budget(started_s=now_s, budget_s=options.budget_s, clock=time.perf_counter)
     _open_group(options, lockstep)
     with progress.during("links"):
-        mine = pairs.measure(options, lockstep=lockstep, budget=budget, between=pairs.sample(options))
-    texts = lockstep.gather(files.dumps(mine), budget.left_s())
+        sample = pairs.sample(options)
+        mine = pairs.measure(options, lockstep=lockstep, budget=budget, between=sample)
+        if sample is not None:
+            results = _gathered(mine, lockstep, budget)
+            room = budget.with_room(pairs.LINKS_SHARE, pairs.LINKS_LEAST)
+            explored, _ = pairs.explore(
+                options,
+                lambda: pairs.lines_of([link for result in results for link in result.links], options),
+                lockstep=lockstep,
+                budget=room,
+                allows=lambda: room.allows(pairs.LINKS_SHARE),
+                patience_s=room.left_s(),
+            )
+            mine = joined(mine, explored)
+    results = _gathered(mine, lockstep, budget)
     dist.destroy_process_group()
-    if texts is not None:
-        results = [files.loads(WorkerResult, text, f"result of rank {rank}") for rank, text in enumerate(texts)]
+    if results:
         links, speed = fits.found_links(options, results), (1.0,) * options.num_slots
         found = Measurements(
             cluster=Cluster(
@@ -146,11 +158,17 @@ def _time_links(options: LinksOrder, place: WorkerPlace, progress: Progress, sta
             versions=inventory.versions(),
             taken_at=dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
             phase_s=progress.phase_s,
-            notes=links.notes,
+            notes=(*dict.fromkeys(note for result in results for note in result.notes), *links.notes),
             survey=links.survey,
         )
         files.write(Path(options.output), found)
     progress.announce("done")
+
+
+def _gathered(mine: WorkerResult, lockstep: Lockstep, budget: Budget) -> list[WorkerResult]:
+    """Return the results of all ranks on rank 0, and an empty list on other ranks."""
+    texts = lockstep.gather(files.dumps(mine), budget.left_s()) or []
+    return [files.loads(WorkerResult, text, f"result of rank {rank}") for rank, text in enumerate(texts)]
 
 
 def _open_group(options: LinksOrder, lockstep: Lockstep) -> None:

@@ -6,8 +6,7 @@ import dataclasses
 import re
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 from probe.workers import REFERENCE, tiny_options
-from torch.distributed import HashStore
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import ComputeTime, Links, LoadingTime, Samples
@@ -24,10 +22,9 @@ from pipette_launch.facts.messages import Advice, Dimension
 from pipette_launch.probe import phases
 from pipette_launch.probe.health.nvml import LoadReading
 from pipette_launch.probe.links.fits import EarlierLinks
-from pipette_launch.probe.links.selection import Line, Lines, Measure, Pair, Pass, Round, Survey
-from pipette_launch.probe.lockstep import Lockstep
+from pipette_launch.probe.links.selection import Line, Pair, Pass, Survey
 from pipette_launch.probe.messages import LinkSamples, Pace, WarmupOrder, WorkerResult
-from pipette_launch.probe.phases import _groups_words, _links_words, assemble, in_step
+from pipette_launch.probe.phases import _groups_words, _links_words, assemble
 
 HEAD = "import sys; from pathlib import Path; question, answer = map(Path, sys.argv[-2:]); "
 
@@ -388,56 +385,6 @@ def test_what_the_passes_did_is_said() -> None:
     assert (
         f"{whole}; 1 changed since the last warm-up; the last plans also use links that were not measured"
     ) == surveyed(8, [(0, 1)], is_settled=False).words()
-
-
-def sent(rank: int, rounds: Sequence[Round]) -> list[LinkSamples]:
-    """Return a rank's samples in these rounds, with times that identify the rank."""
-    peers = [other for one in rounds for pair in one for other in pair if rank in pair and other != rank]
-    samples = Samples(values_s=(1.0 + rank,))
-    return [LinkSamples(source=rank, target=peer, sizes_bytes=(8,), samples=(samples,)) for peer in peers]
-
-
-def merged(links: Sequence[LinkSamples]) -> Lines:
-    """Merge samples of hosts with one device."""
-    return {(link.source, link.target): Line(0.0, link.samples[0].median_s) for link in links}
-
-
-@pytest.mark.parametrize("turns", [0, 1, 3])
-def test_all_ranks_measure_what_rank_0_chooses(turns: int) -> None:
-    """Every rank measures the same rounds, rank 0 gets all links, and all ranks end with it."""
-    store = HashStore()
-    rounds: tuple[Round, ...] = (((0, 1), (2, 3)), ((0, 2),))
-    heard: dict[int, list[Sequence[Round]]] = {rank: [] for rank in range(4)}
-    ends: dict[int, object] = {}
-
-    def decide(measure: Measure) -> list[Lines]:
-        return [measure(rounds) for _ in range(turns)]
-
-    def work(rank: int) -> None:
-        def take(some: Sequence[Round]) -> list[LinkSamples]:
-            heard[rank].append(tuple(some))
-            return sent(rank, some)
-
-        lockstep = Lockstep(store=store, rank=rank, world_size=4, timeout_s=10)
-        ends[rank] = in_step(lockstep, take, merged, decide, patience_s=1.0)
-
-    run_all([lambda rank=rank: work(rank) for rank in range(4)])  # type: ignore[misc]
-
-    expected = {(0, 1): 1.0, (1, 0): 2.0, (2, 3): 3.0, (3, 2): 4.0, (0, 2): 1.0, (2, 0): 3.0}
-    assert [[rounds] * turns] * 4 == list(heard.values())
-    assert [{pair: Line(0.0, value) for pair, value in expected.items()}] * turns == ends[0][1]  # type: ignore[attr-defined]
-    assert [2 * turns, turns, 2 * turns, turns] == [len(ends[rank][0]) for rank in range(4)]  # type: ignore[attr-defined]
-    assert all(ends[rank][1] is None for rank in (1, 2, 3))  # type: ignore[attr-defined]
-
-
-def run_all(works: Sequence[Callable[[], None]]) -> None:
-    """Run all functions at the same time, to their end."""
-    threads = [threading.Thread(target=work, daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=20)
-        assert not thread.is_alive()
 
 
 def test_one_thing_is_not_called_several() -> None:

@@ -19,33 +19,51 @@ from pipette_launch.probe.messages import LinksOrder, last_sign
 pytestmark = pytest.mark.processes
 
 
-def test_three_hosts_are_measured_without_megatron(tmp_path: Path) -> None:
-    """Every link is measured, nothing else is, and no worker can import megatron-core or our patches."""
+def timed(folder: Path, hosts: int, **options: int) -> Measurements:
+    """Run links-only workers that can import neither megatron-core nor our patches; above 3 hosts they sample."""
     order = LinksOrder(
-        hosts=tiny_cluster(3, 1).hosts,
-        output=str(tmp_path / "cluster.json"),
-        progress_dir=str(tmp_path / "progress"),
+        hosts=tiny_cluster(hosts, 1).hosts,
+        output=str(folder / "cluster.json"),
+        progress_dir=str(folder / "progress"),
         message_sizes_bytes=(8, 4096, 65536),
         repeats=3,
         timeout_s=30.0,
+        full_hosts=3,
+        **options,
     )
-    files.write(tmp_path / "order.json", order)
+    files.write(folder / "order.json", order)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
     program = (
         "import runpy, sys; sys.modules['megatron'] = sys.modules['pipette_patches'] = None; "
+        "from pipette_launch.probe.links import selection; selection.FULL_HOSTS = 3; "
         "runpy.run_module('pipette_launch.probe.run', run_name='__main__')"
     )
-    command = [sys.executable, "-c", program, str(tmp_path / "order.json"), LinksOrder.KIND]
-    places = [{**os.environ, **environment(rank, order, store.port)} for rank in range(3)]
+    command = [sys.executable, "-c", program, str(folder / "order.json"), LinksOrder.KIND]
+    places = [{**os.environ, **environment(rank, order, store.port)} for rank in range(hosts)]
     workers = [subprocess.Popen(command, env=place, stderr=subprocess.PIPE, text=True) for place in places]
     errors = [worker.communicate(timeout=200)[1] for worker in workers]
-    assert [0, 0, 0] == [worker.returncode for worker in workers], errors
+    assert [0] * hosts == [worker.returncode for worker in workers], errors
+    return files.read(Path(order.output), Measurements)
 
-    found = files.read(Path(order.output), Measurements)
-    assert order.hosts == found.cluster.hosts
+
+def test_three_hosts_are_measured_without_megatron(tmp_path: Path) -> None:
+    """Every link is measured, nothing else is, and no worker can import megatron-core or our patches."""
+    found = timed(tmp_path, 3)
+
+    assert tiny_cluster(3, 1).hosts == found.cluster.hosts
     assert () == found.compute
     assert found.survey
     assert {"-mm", "m-m", "mm-"} == {row.replace("a", "m") for row in found.survey.origin_HH}
     sign = last_sign(tmp_path / "progress", 0)
     assert sign
     assert ["start", "links"] == [one.phase for one in sign.ended]
+
+
+def test_many_hosts_below_unknown_switches_are_scouted(tmp_path: Path) -> None:
+    """After one blind round, four hosts measure another round to find near hosts, and a note reports this round."""
+    found = timed(tmp_path, 4, blind_rounds=1)
+
+    assert found.survey
+    assert 2 == found.survey.rounds
+    assert 8 == sum(row.count("m") + row.count("a") for row in found.survey.origin_HH)
+    assert "links: 1 more round to find hosts that are near each other" in found.notes

@@ -20,6 +20,7 @@ comes from messages that are much larger than a burst.
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -35,14 +36,28 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.facts import Samples
+from pipette_launch.facts import Samples, files
 from pipette_launch.probe.health.verdicts import suspect_links
 from pipette_launch.probe.instruments import QueuedCalls, await_device
-from pipette_launch.probe.links.fits import fit_link
-from pipette_launch.probe.links.selection import Pair, Round, all_pairs, blind_rounds, rounds_of
+from pipette_launch.probe.links.fits import LinkBook, fit_link, host_fits
+from pipette_launch.probe.links.selection import (
+    Advise,
+    Line,
+    Lines,
+    Measure,
+    Pair,
+    Round,
+    Survey,
+    all_pairs,
+    blind_rounds,
+    most_rounds,
+    rounds_of,
+    survey,
+)
 from pipette_launch.probe.lockstep import Budget, Clock, Lockstep
 from pipette_launch.probe.messages import MIN_SIZES, TINY_BYTES, LinkSamples, LinksOrder, WorkerResult
 
+T = TypeVar("T")
 Group: TypeAlias = tuple[Pair, ...]
 """Pairs of slots that are measured together: all rails of a pair of hosts, or one pair of devices in the same host."""
 FIRST_BYTES = 64 << 10
@@ -65,6 +80,8 @@ PARTNER_SHARE = 0.8
 """Share of the deadline in which a partner must answer. So the rank that waits for a silent partner fails first."""
 LINKS_SHARE = 0.7
 """Links may be timed until this share of the budget is spent; collectives get the rest."""
+LINKS_LEAST = 0.25
+"""Smallest share of the budget that links get, even after a long compute phase or a long first sample."""
 MAX_DECISIONS = 32
 """Rank 0 checks the time left at most 32 times, because each check makes every rank read the store."""
 LEAST_DIRECTION_S = {"cpu": 0.1, "cuda": 0.02}
@@ -500,6 +517,90 @@ def measure(
     return WorkerResult(
         slot=lockstep.rank, links=tuple(found), link_rounds=(rounds,), link_rounds_again=(len(again),), notes=notes
     )
+
+
+def explore(
+    options: LinksOrder,
+    known: Callable[[], Lines],
+    *,
+    lockstep: Lockstep,
+    budget: Budget,
+    allows: Callable[[], bool],
+    advise: Advise | None = None,
+    is_cached: bool = False,
+    patience_s: float,
+) -> tuple[WorkerResult, Survey | None]:
+    """Measure more links between many hosts in rounds that rank 0 chooses; every rank calls this.
+
+    `known`, `advise` and `allows` are called on rank 0 only, as arguments of `survey`. Between two rounds rank 0 needs
+    at most `patience_s`. Returns this rank's samples with a note, and on rank 0 all links.
+    """
+    places = [host.place for host in options.hosts]
+    most = most_rounds(places)
+    bound_s = direction_s(budget.left_s(LINKS_SHARE), most, options.device_kind)
+    meter = LinkMeter(options=options, lockstep=lockstep, bound_s=bound_s)
+
+    def decide(measure: Measure) -> Survey:
+        return survey(
+            len(options.hosts),
+            known(),
+            measure=measure,
+            advise=advise,
+            most_rounds=most,
+            places=places,
+            is_cached=is_cached,
+            allows=allows,
+        )
+
+    links, found = in_step(lockstep, meter.measure, lambda some: lines_of(some, options), decide, patience_s=patience_s)
+    explored = WorkerResult(slot=lockstep.rank, links=links)
+    if found is not None and found.passes:
+        explored = explored.plus(link_rounds=(found.rounds,), notes=(found.words(),))
+    return explored, found
+
+
+def in_step(
+    lockstep: Lockstep,
+    meter: Callable[[Sequence[Round]], Sequence[LinkSamples]],
+    merge: Callable[[Sequence[LinkSamples]], Lines],
+    decide: Callable[[Measure], T],
+    *,
+    patience_s: float,
+) -> tuple[tuple[LinkSamples, ...], T | None]:
+    """Let rank 0 choose rounds that all ranks measure; every rank calls this.
+
+    `meter` measures rounds on this rank, and `merge` turns the samples of all slots into links between hosts. `decide`
+    runs on rank 0 only, and may call the given `Measure` any number of times, with at most `patience_s` between two
+    calls. Returns the samples that this rank sent, and on rank 0 the result of `decide`.
+    """
+    mine: list[LinkSamples] = []
+
+    def take(rounds: Sequence[Round]) -> list[str]:
+        taken = meter(rounds)
+        mine.extend(taken)
+        return lockstep.gather(json.dumps([files.to_plain(link) for link in taken]), left_s=patience_s) or []
+
+    def measure(rounds: Sequence[Round]) -> Lines:
+        lockstep.broadcast(json.dumps(rounds))
+        links: list[LinkSamples] = []
+        for rank, text in enumerate(take(rounds)):
+            source = f"links of rank {rank}"
+            links += files.from_plain(tuple[LinkSamples, ...], files.parse(text, source), source)
+        return merge(links)
+
+    if lockstep.rank == 0:
+        found = decide(measure)
+        lockstep.broadcast("[]")
+        return tuple(mine), found
+    while rounds := json.loads(lockstep.broadcast("", left_s=patience_s)):
+        take([tuple((one, other) for one, other in some) for some in rounds])
+    return tuple(mine), None
+
+
+def lines_of(links: Sequence[LinkSamples], options: LinksOrder) -> dict[Pair, Line]:
+    """Return the line of each measured pair of hosts."""
+    fits = host_fits(LinkBook.of(links).best(), options.devices_per_host)
+    return {pair: fit.line for pair, fit in fits.items()}
 
 
 def in_turns(between: Sequence[Round], within: Sequence[Round]) -> list[tuple[bool, int, Round]]:

@@ -443,7 +443,10 @@ class Survey:
         passes = [one for one in self.passes if not one.is_scouting]
         measured, rounds = sum(one.new for one in passes), sum(one.rounds for one in passes)
         scouting = self.rounds - rounds
-        before = f", after {scouting} to find hosts that are near each other" if scouting else ""
+        why = "to find hosts that are near each other"
+        if not passes:
+            return f"links: {scouting} more {plural('round', scouting)} {why}"
+        before = f", after {scouting} {why}" if scouting else ""
         changed = f"; {len(self.changed)} changed since the last warm-up" if self.changed else ""
         end = "" if self.is_settled else "; the last plans also use links that were not measured"
         return (
@@ -508,7 +511,7 @@ def survey(
     known: Lines,
     *,
     measure: Measure,
-    advise: Advise,
+    advise: Advise | None,
     most_rounds: int,
     places: Sequence[Place] = (),
     is_cached: bool = False,
@@ -516,6 +519,8 @@ def survey(
     seed: int = 0,
 ) -> Survey:
     """Run scouting rounds, then plan rounds until all links of the plans are measured or no rounds or time are left.
+
+    Without `advise` no planner names links, so there are only scouting rounds.
 
     `known` has links in both directions and is not empty. If `known` is cached from an earlier warm-up, estimates are
     not optimistic, and links of `known` may be measured again. If `known` is new, the rounds that measured `known`
@@ -528,7 +533,7 @@ def survey(
         if num_hosts > FULL_HOSTS and not switch_groups(num_hosts, places):
             left -= found.scout(round(SCOUTING_SHARE * left), measure, allows, np.random.default_rng(seed))
     links, is_optimistic = found.estimate(), not is_cached
-    while left >= LEAST_ROUNDS and not found.is_settled and allows():
+    while advise and left >= LEAST_ROUNDS and not found.is_settled and allows():
         # The last plan rounds confirm links that the plan uses, and earlier plan rounds explore.
         is_optimistic = is_optimistic and left > PASS_ROUNDS
         wanted = advise(links.optimistic if is_optimistic else links.links)

@@ -3,8 +3,9 @@
 import json
 import math
 import subprocess
+import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import permutations
 from pathlib import Path
@@ -33,6 +34,7 @@ from pipette_launch.probe.links.pairs import (
     Tally,
     condensed,
     direction_s,
+    in_step,
     in_turns,
     ladder,
     local_groups,
@@ -44,7 +46,7 @@ from pipette_launch.probe.links.pairs import (
     settled,
     undisturbed,
 )
-from pipette_launch.probe.links.selection import all_pairs
+from pipette_launch.probe.links.selection import Line, Lines, Measure, Round, all_pairs
 from pipette_launch.probe.lockstep import Budget, Lockstep
 from pipette_launch.probe.messages import LinkSamples, WarmupOrder
 
@@ -538,3 +540,53 @@ def test_without_time_links_are_measured_once() -> None:
 def test_a_slot_without_a_partner_has_nothing_to_tell() -> None:
     """One of three slots rests in each round."""
     assert () == settled(lambda: (), lambda own: own, lambda: True)
+
+
+def samples_of(rank: int, rounds: Sequence[Round]) -> list[LinkSamples]:
+    """Return a rank's samples in these rounds, with times that identify the rank."""
+    peers = [other for one in rounds for pair in one for other in pair if rank in pair and other != rank]
+    samples = Samples(values_s=(1.0 + rank,))
+    return [LinkSamples(source=rank, target=peer, sizes_bytes=(8,), samples=(samples,)) for peer in peers]
+
+
+def merged(links: Sequence[LinkSamples]) -> Lines:
+    """Merge samples of hosts with one device."""
+    return {(link.source, link.target): Line(0.0, link.samples[0].median_s) for link in links}
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3])
+def test_all_ranks_measure_what_rank_0_chooses(turns: int) -> None:
+    """Every rank measures the same rounds, rank 0 gets all links, and all ranks end with it."""
+    store = dist.HashStore()
+    rounds: tuple[Round, ...] = (((0, 1), (2, 3)), ((0, 2),))
+    heard: dict[int, list[Sequence[Round]]] = {rank: [] for rank in range(4)}
+    ends: dict[int, object] = {}
+
+    def decide(measure: Measure) -> list[Lines]:
+        return [measure(rounds) for _ in range(turns)]
+
+    def work(rank: int) -> None:
+        def take(some: Sequence[Round]) -> list[LinkSamples]:
+            heard[rank].append(tuple(some))
+            return samples_of(rank, some)
+
+        lockstep = Lockstep(store=store, rank=rank, world_size=4, timeout_s=10)
+        ends[rank] = in_step(lockstep, take, merged, decide, patience_s=1.0)
+
+    run_all([lambda rank=rank: work(rank) for rank in range(4)])  # type: ignore[misc]
+
+    expected = {(0, 1): 1.0, (1, 0): 2.0, (2, 3): 3.0, (3, 2): 4.0, (0, 2): 1.0, (2, 0): 3.0}
+    assert [[rounds] * turns] * 4 == list(heard.values())
+    assert [{pair: Line(0.0, value) for pair, value in expected.items()}] * turns == ends[0][1]  # type: ignore[attr-defined]
+    assert [2 * turns, turns, 2 * turns, turns] == [len(ends[rank][0]) for rank in range(4)]  # type: ignore[attr-defined]
+    assert all(ends[rank][1] is None for rank in (1, 2, 3))  # type: ignore[attr-defined]
+
+
+def run_all(works: Sequence[Callable[[], None]]) -> None:
+    """Run all functions at the same time, to their end."""
+    threads = [threading.Thread(target=work, daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+        assert not thread.is_alive()

@@ -192,6 +192,27 @@ def test_racks_are_found_in_few_rounds(seed: int, slow: int) -> None:
     assert (near_HH != truth_HH).mean() <= 0.02
 
 
+def test_racks_are_found_without_an_adviser() -> None:
+    """100 hosts in 10 racks: the blind sample misplaces 5 % of the pairs of hosts, and scouting at most 1 %."""
+    rng = np.random.default_rng(0)
+    places = racks(rng, 100, 10)
+    seconds_HH, blind = fabric(places, rng), blind_rounds(100, (), 8, rng)
+
+    def measure(rounds: Sequence[Round]) -> Lines:
+        return measured(seconds_HH, [pair for one in rounds for pair in one])
+
+    def wrong(lines: Lines) -> float:
+        return float(((inferred_tiers(100, lines) == 0) != (tiers_of(places) == 0)).mean())
+
+    found = survey(100, measure(blind), measure=measure, advise=None, most_rounds=40)
+
+    assert 4 == len(blind)
+    assert wrong(measure(blind)) > 0.05
+    assert wrong(found.lines) <= 0.01
+    assert found.rounds <= 20
+    assert f"links: {found.rounds} more rounds to find hosts that are near each other" == found.words()
+
+
 @pytest.mark.parametrize(("hosts", "slow", "rounds"), [(128, 6, 14), (256, 10, 26)])
 def test_slow_hosts_are_found_in_their_racks(hosts: int, slow: int, rounds: int) -> None:
     """Near links of a slow host are slower than far links of other hosts, but scouting finds the host's rack."""

@@ -157,6 +157,8 @@ class LinkSamples:
     samples: tuple[Samples, ...]
     together: tuple[Samples, ...] = ()
     """Times until the last device of the sending host had finished; empty if only one device sends at a time."""
+    is_again: bool = False
+    """True if the link was measured because its first measurement looked slow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +190,7 @@ class WorkerResult:
 
     slot: int
     links: tuple[LinkSamples, ...] = ()
-    """Samples of links from this slot; first measurements come before repeated measurements."""
+    """Samples of links from this slot."""
     link_rounds: tuple[int, ...] = ()
     """Number of measured rounds between hosts, with one entry for each time that links were measured."""
     link_rounds_again: tuple[int, ...] = ()

@@ -305,15 +305,13 @@ def test_what_is_amiss_goes_on_file(tmp_path: Path) -> None:
     options = three_hosts(tmp_path)
     pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
     rates = {pair: 1e6 if pair == (0, 1) else 4e6 for pair in pairs}
-    results = [
-        result(slot, links=tuple(link(slot, b, rates[slot, b]) for a, b in [*pairs, (0, 1)] if a == slot))
-        for slot in range(3)
-    ]
-    found = assemble(options, results, versions={}, taken_at="now")
+    found = [*(link(*pair, rates[pair]) for pair in pairs), replace(link(0, 1, 1e6), is_again=True)]
+    results = [result(slot, links=tuple(one for one in found if one.source == slot)) for slot in range(3)]
+    verdicts = assemble(options, results, versions={}, taken_at="now").verdicts
 
     names = [host.name for host in options.hosts]
     assert [("slow-link", names[0], names[1])] == [
-        (verdict.kind, verdict.host, verdict.other_host) for verdict in found.verdicts
+        (verdict.kind, verdict.host, verdict.other_host) for verdict in verdicts
     ]
 
 
@@ -322,7 +320,7 @@ def test_a_link_that_scatters_accuses_nobody(tmp_path: Path) -> None:
     options = three_hosts(tmp_path)
     pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
     slow = link(0, 1, 1e6, jitter=0.3)
-    found = [slow if pair == (0, 1) else link(*pair, 4e6) for pair in [*pairs, (0, 1)]]
+    found = [*(slow if pair == (0, 1) else link(*pair, 4e6) for pair in pairs), replace(slow, is_again=True)]
     results = [result(slot, links=tuple(one for one in found if one.source == slot)) for slot in range(3)]
 
     assert () == assemble(options, results, versions={}, taken_at="now").verdicts

@@ -88,20 +88,21 @@ class LinkBook(NamedTuple):
 
     @classmethod
     def of(cls, links: Iterable[LinkSamples]) -> LinkBook:
-        """Fit all samples; a second entry for the same direction is a second measurement."""
+        """Fit all samples. If a link was measured twice before its second measurement, the faster result counts."""
         first: dict[Pair, LinkFit] = {}
         again: dict[Pair, LinkFit] = {}
         for link in links:
-            pair = (link.source, link.target)
-            (again if pair in first else first)[pair] = fit_link(link)
+            fits, fit, pair = again if link.is_again else first, fit_link(link), (link.source, link.target)
+            fits[pair] = max(fits.get(pair, fit), fit, key=_speed)
         return cls(first=first, again=again)
 
     def best(self) -> dict[Pair, LinkFit]:
         """Return the faster measurement of each pair, because a disturbance only slows a link down."""
-        return {
-            pair: max(fit, self.again.get(pair, fit), key=lambda one: one.hosts.bytes_per_s)
-            for pair, fit in self.first.items()
-        }
+        return {pair: max(fit, self.again.get(pair, fit), key=_speed) for pair, fit in self.first.items()}
+
+
+def _speed(fit: LinkFit) -> float:
+    return fit.hosts.bytes_per_s
 
 
 def host_fits(fits: Mapping[Pair, LinkFit], devices_per_host: int) -> dict[Pair, LinkFit]:

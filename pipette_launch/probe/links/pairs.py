@@ -513,7 +513,7 @@ def measure(
             left = sum(map(len, again))
             notes = (f"links: {left} suspect pairs of hosts were not measured again, because the budget was spent",)
             again = ()
-    found += meter.measure(again)
+    found += [replace(link, is_again=True) for link in meter.measure(again)]
     return WorkerResult(
         slot=lockstep.rank, links=tuple(found), link_rounds=(rounds,), link_rounds_again=(len(again),), notes=notes
     )

@@ -41,6 +41,11 @@ def both_ways(a: int, b: int, rate: float) -> list[LinkSamples]:
     return [link(a, b, rate), link(b, a, rate)]
 
 
+def again(samples: LinkSamples) -> LinkSamples:
+    """Return the samples as those of a link that looked slow."""
+    return replace(samples, is_again=True)
+
+
 def sent(links: Sequence[LinkSamples], *, rounds: int, rounds_again: int = 0) -> list[WorkerResult]:
     """Return all samples as one worker's result; the sender does not matter."""
     again = (rounds_again,) if rounds_again else ()
@@ -90,7 +95,11 @@ def test_the_better_of_two_measurements_stands(tmp_path: Path) -> None:
     healthy = [*both_ways(0, 2, 4e6), *both_ways(1, 2, 4e6)]
     found = found_links(
         options,
-        sent([*healthy, link(0, 1, 1e6), link(1, 0, 4e6), link(0, 1, 4e6), link(1, 0, 2e6)], rounds=3, rounds_again=1),
+        sent(
+            [*healthy, *(link(0, 1, 1e6), link(1, 0, 4e6)), *(again(link(0, 1, 4e6)), again(link(1, 0, 2e6)))],
+            rounds=3,
+            rounds_again=1,
+        ),
     )
     assert found.survey
 
@@ -98,6 +107,28 @@ def test_the_better_of_two_measurements_stands(tmp_path: Path) -> None:
     assert ("-am", "a-m", "mm-") == found.survey.origin_HH
     assert (1e6, 4e6) == pytest.approx((found.first_HH[0, 1], found.again_HH[0, 1]))
     assert np.isnan(found.again_HH[0, 2])
+
+
+def test_links_measured_after_stale_cached_links_count_as_measured_once(tmp_path: Path) -> None:
+    """A check of cached links, then all links: letter `m`, the faster result, no second measurement."""
+    options = tiny_options(tmp_path, hosts=3, devices=1)
+    check, whole = both_ways(0, 1, 4e6), [*both_ways(0, 1, 3e6), *both_ways(0, 2, 4e6), *both_ways(1, 2, 4e6)]
+    found = found_links(options, sent([*check, *whole], rounds=4))
+    assert found.survey
+
+    assert ("-mm", "m-m", "mm-") == found.survey.origin_HH
+    assert 0 == found.survey.rounds_again
+    assert pytest.approx(4e6) == found.between.bandwidth_bytes_per_s[0, 1]
+    assert np.isnan(found.again_HH).all()
+
+
+def test_a_third_measurement_leaves_the_second(tmp_path: Path) -> None:
+    """A check of cached links, all links, and suspects again: the last is the second measurement of the verdict."""
+    options = tiny_options(tmp_path, hosts=2, devices=1)
+    links = [*both_ways(0, 1, 2e6), *both_ways(0, 1, 1e6), *map(again, both_ways(0, 1, 3e6))]
+    found = found_links(options, sent(links, rounds=2, rounds_again=1))
+
+    assert (2e6, 3e6) == pytest.approx((found.first_HH[0, 1], found.again_HH[0, 1]))
 
 
 def test_links_that_scatter_are_marked(tmp_path: Path) -> None:

@@ -462,6 +462,25 @@ def test_a_spent_budget_cuts_rounds_but_not_the_first(
     assert not clock
 
 
+def test_only_suspect_links_are_marked_as_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three pairs of hosts are measured, then the pair of hosts 0 and 1 again."""
+
+    def samples(_: LinkMeter, groups: Sequence[Sequence[tuple[int, int]]]) -> list[LinkSamples]:
+        return [LinkSamples(source=a, target=b, sizes_bytes=(), samples=()) for group in groups for a, b in group]
+
+    monkeypatch.setattr(LinkMeter, "_round", samples)
+    monkeypatch.setattr(pairs, "shared_bandwidth_HH", lambda *_: np.full((3, 3), np.nan))
+    monkeypatch.setattr(pairs, "suspect_links", lambda _: [(0, 1)])
+    found = pairs.measure(
+        tiny_options(tmp_path, hosts=3, devices=1),
+        lockstep=Lockstep(store=OneRankStore(), rank=0, world_size=1, timeout_s=1),
+        budget=Budget(started_s=0, budget_s=10, clock=lambda: 0.0),
+    )
+
+    assert 4 == len(found.links)
+    assert [(0, 1)] == [(link.source, link.target) for link in found.links if link.is_again]
+
+
 def test_rails_of_two_hosts_by_hand() -> None:
     """Hosts 0 and 2 of two devices each: both rails are one group."""
     assert (((0, 4), (1, 5)),) == rail_groups([(0, 2)], 2)

@@ -69,7 +69,7 @@ class Frontier:
         self._fitting: dict[Layout, list[Recompute]] = {}
         self.outdone: set[Layout] = set()
         """Layouts that fit but are useless, because a layout that differs only by less recompute fits too."""
-        self._those_that_fit: dict[tuple[int, float, bool], list[Layout]] = {}
+        self._those_that_fit: dict[tuple[bytes, float, bool], list[Layout]] = {}
         """Results of `_that_fit` by its arguments, because the first two dives are often equal."""
         self._quick: list[Layout] = []
         self._lean: list[Layout] = []
@@ -149,7 +149,7 @@ class Frontier:
 
     def quick(self) -> list[Layout]:
         """Return layouts that fit with the fastest flags and without recompute, of the fastest sets of degrees."""
-        if (len(self._order_N), math.inf, False) in self._those_that_fit:
+        if (self._order_N.tobytes(), math.inf, False) in self._those_that_fit:
             return self._that_fit(self._order_N, math.inf)
         first_U = self._base.columns.take(self._order_N).groups(*ALL_DEGREES, "micro_batch_size").first_U
         return self._that_fit(self._order_N[np.sort(first_U)], math.inf)
@@ -266,7 +266,7 @@ class Frontier:
         With `leanest`, return the leanest variants by rising rough bound. The first layout of each set of degrees is
         always included.
         """
-        key = len(rows), below_s, leanest
+        key = rows.tobytes(), below_s, leanest
         if key in self._those_that_fit:
             return self._those_that_fit[key]
         found: list[Layout] = []

@@ -345,6 +345,8 @@ def solve(
     if not searched.is_cut_short:
         outdone = len(frontier.outdone.difference(one.layout for one in searched.candidates))
         beaten = num_layouts - len(searched.candidates) - searched.num_aside - outdone - frontier.dropped.total()
+        # A sum of Counters leaves negative numbers out without an error.
+        assert beaten >= 0, f"{-beaten} layouts were counted twice"
         dropped += Counter({BEATEN: beaten, UNPROMISING: searched.num_aside, OUTDONE: outdone})
     plan = _plan(inputs, searched, options, corrections.notes, provenance)
     if options.schedules:
@@ -367,10 +369,7 @@ def _frontier(inputs: SearchInputs, base: BaseLayouts, is_late: IsLate) -> Front
     """Compute bounds of the base layouts; raises PlanError if no layout can be chosen, not even the user's own."""
     bounds = BoundColumns(inputs.job, inputs.measurements, inputs.predictor)
     frontier = Frontier(inputs, base, bounds)
-    own_dropped = None if base.own_fault else inputs.own_dropped
-    if own_dropped:
-        frontier.dropped[own_dropped] += 1
-    if (base.own_fault or own_dropped) and not frontier.find_any():
+    if (base.own_fault or inputs.own_dropped) and not frontier.find_any():
         raise explanations.nothing_left(inputs, dropped=frontier.dropped, is_late=is_late)
     return frontier
 

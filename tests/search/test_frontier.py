@@ -121,6 +121,16 @@ def test_a_dive_finds_what_is_quick_and_what_is_lean() -> None:
     assert frontier.take(1)[0].least_s <= min(steps_s)
 
 
+def test_equally_many_other_rows_give_other_layouts() -> None:
+    """A cached answer belongs to its base layouts, not to their number."""
+    frontier, _, _ = opened(tiny_job(4))
+    first, last = frontier._order_N[:2], frontier._order_N[-2:]
+    found = frontier._that_fit(first, math.inf)
+
+    assert found
+    assert set(found).isdisjoint(frontier._that_fit(last, math.inf))
+
+
 def test_the_leanest_variant_has_the_leanest_state() -> None:
     """No variant of a cut needs less than the best recompute in the state that is taken for the leanest."""
     _, found, inputs = opened(tiny_job(4))

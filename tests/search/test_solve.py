@@ -27,12 +27,24 @@ from search.worlds import (
 
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import UsageError
-from pipette_launch.facts import Batch, ComputeCase, ComputeTime, Layout, Links, Measurements, Plan, Samples, files
+from pipette_launch.facts import (
+    Batch,
+    ComputeCase,
+    ComputeTime,
+    Layout,
+    Links,
+    Measurements,
+    Plan,
+    Recompute,
+    Samples,
+    files,
+)
 from pipette_launch.facts.co_location import Domains
 from pipette_launch.megatron.rules.broken import Rules
 from pipette_launch.megatron.rules.degrees import tensor_faults
 from pipette_launch.search.frontier import UNPROMISING
-from pipette_launch.search.solve import SolveOptions, solve
+from pipette_launch.search.layouts import base_layouts
+from pipette_launch.search.solve import Searched, SearchLoop, SolveOptions, solve
 
 
 def test_single_ranks_change_hosts_at_last_on_more_slots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,3 +385,23 @@ def test_userbuffers_keep_tensor_parallelism_inside_hosts() -> None:
         [broken.reason for broken in tensor_faults(Rules.of(job, device_kind=kind, rooms=rooms), 4)]
         for kind in ("cuda", "cpu")
     ]
+
+
+OWN_BLOCK = Layout(dp=4, recompute=Recompute(granularity="full", method="block", num_layers=2))
+
+
+@pytest.mark.parametrize(
+    ("own", "memory_bytes"), [(OWN_BLOCK, 2_617_059), (OWN_BLOCK, 8 << 30)]
+)
+def test_every_legal_layout_is_priced_or_dropped_once(
+    monkeypatch: pytest.MonkeyPatch, own: Layout, memory_bytes: int
+) -> None:
+    """The user's own layout too, whether or not it fits."""
+    job = tiny_job(4, own=own, pinned=("tp", "cp", "dp", "recompute", "vpp"))
+    refused = base_layouts(job, world_size=4, domains=Domains(devices_per_host=2), device_kind="cpu").dropped
+    found: list[Searched] = []
+    run = SearchLoop.run
+    monkeypatch.setattr(SearchLoop, "run", lambda loop: found.append(run(loop)) or found[0])
+    plan = planned(job, tiny_measurements(tiny_cluster(memory_bytes=memory_bytes)), memory_margin=0.0)
+
+    assert plan.num_layouts == len(found[0].candidates) + sum(plan.dropped.values()) - sum(refused.values())

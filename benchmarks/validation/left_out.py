@@ -181,7 +181,7 @@ def table(found: LeftOut) -> str:
 
 def record(found: LeftOut, path: Path = RECORD) -> None:
     """Write the errors that predictions quote."""
-    lines = ["kind,rows,models,mean_error,worst_model,worst_error,pairs,lead_error"]
+    lines = ["kind,rows,models,mean_error,worst_model,worst_error,pairs,pairs_of,lead_error"]
     for kind in KINDS:
         rows, mean, worst, most = found.of(kind)
         models = sum(one == kind for one, _ in found.error_by_model)
@@ -189,8 +189,8 @@ def record(found: LeftOut, path: Path = RECORD) -> None:
         leads, of_models = found.lead_errors[kind], words
         if len(leads) < FEW_PAIRS:
             leads, of_models = sum(found.lead_errors.values(), ()), "all models"
-        of_leads = f"{len(leads)} pairs of layouts of {of_models},{100 * np.mean(leads):.1f} %"
-        lines.append(f"{words},{rows},{models},{100 * mean:.1f} %,{worst},{100 * most:.1f} %,{of_leads}")
+        of_leads = f"{len(leads)},{of_models},{np.mean(leads):.3f}"
+        lines.append(f"{words},{rows},{models},{mean:.3f},{worst},{most:.3f},{of_leads}")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -261,12 +261,12 @@ def _doubt(inputs: SearchInputs, chosen: Chosen) -> list[str]:
     if not inputs.cluster.imagined or chosen.keeps_own or not rivals:
         return []
     leads = {name: 1 - chosen.choice.step_time_s / rival.step_time_s for name, rival in rivals.items()}
-    usual = float(errors["lead_error"].split()[0]) / 100
     words = [
-        f"the lead over {name}, {lead:.1%}, is {'larger' if lead > usual else 'smaller'}"
+        f"the lead over {name}, {lead:.1%}, is {'larger' if lead > errors.lead_error else 'smaller'}"
         for name, lead in leads.items()
     ]
-    known = "Leads of published layouts were predicted {lead_error} off in the mean ({pairs})".format(**errors)
+    pairs = f"{errors.pairs} pairs of layouts of {errors.pairs_of}"
+    known = f"Leads of published layouts were predicted {errors.lead_error:.1%} off in the mean ({pairs})"
     return [f"{known}: {', and '.join(words)}."]
 
 

@@ -407,12 +407,13 @@ def rearranged(
             break
         placement = moved(best.placement, arranged.place_Q)
         cost_s = model.cost(placement)
-        if cost_s < best.cost_s:
+        is_faster = cost_s < best.cost_s
+        if is_faster:
             best = problem.placed(placement, cost_s)
         if num_hosts > MANY_HOSTS:
             # One linear model takes as long as a whole round should take.
             break
-        if cost_s > best.cost_s:
+        if not is_faster:
             # The model priced this placement too low: add its critical paths (tangents) to the model.
             known = linearise(model, np.array(placement), known=known).tangents
     return best

@@ -9,6 +9,7 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model, with_one_full
 from search.worlds import ALL_FIELDS, on_gpus, pipeline_job, planned, two_racks
 
+from pipette_launch.cost.compute.device_model import published
 from pipette_launch.cost.step.predictor import NOT_MODELLED
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Batch, ComputeCase, Layout, Measurements
@@ -35,8 +36,9 @@ def test_a_lead_is_compared_with_published_leads() -> None:
     lead = 1 - plan.chosen.step_time_s / plan.own.step_time_s
 
     (found,) = [reason for reason in plan.reasons if "Leads of published layouts were predicted" in reason]
-    usual = float(found.split(" % off")[0].split()[-1]) / 100
-    size = "larger" if lead > usual else "smaller"
+    errors = published(tiny_job(4))
+    size = "larger" if lead > errors.lead_error else "smaller"
+    assert f"predicted {errors.lead_error:.1%} off in the mean ({errors.pairs} pairs of layouts of" in found
     assert f"the lead over your own configuration, {lead:.1%}, is {size}" in found
     assert not any("Leads of published" in reason for reason in plain.reasons)
 

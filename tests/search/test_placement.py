@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from search.worlds import ALL_FIELDS, improvements, on_gpus, planned, slow_neigh
 from pipette_launch.cost.step.predictor import PlacementCost, Predictor
 from pipette_launch.facts import Batch, Cluster, Job, Layout, Links
 from pipette_launch.facts.cluster import in_device_order, is_in_device_order, shared_order
+from pipette_launch.search import placement as placement_module
 from pipette_launch.search.candidates import Candidate, Promising, SearchInputs
 from pipette_launch.search.fallback_plans import placed_anew
 from pipette_launch.search.placement import (
@@ -432,6 +434,26 @@ def test_a_rearrangement_is_judged_by_the_step_time() -> None:
 
     assert found.cost_s < start.cost_s
     assert cost.cost(found.placement) == found.cost_s
+
+
+def test_a_placement_that_saves_nothing_corrects_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model promised a gain, and the step is equally long: the next model knows that placement's critical paths."""
+    cluster = noisy(10, 2)
+    made: list[tuple[int, ...]] = []
+
+    def linearised(_: object, placement: np.ndarray, *, known: object) -> SimpleNamespace:
+        made.append(tuple(placement.tolist()))
+        return SimpleNamespace(tangents=known, flows=SimpleNamespace(cost=lambda _: 1.0))
+
+    turned = np.roll(np.arange(10), 1)
+    monkeypatch.setattr(placement_module, "linearise", linearised)
+    monkeypatch.setattr(placement_module, "descend", lambda *_, **__: SimpleNamespace(cost_s=0.5, place_Q=turned))
+    start, cost = Placed(placement=host_order(20), cost_s=1.0, is_optimal=False), SimpleNamespace(cost=lambda _: 1.0)
+    problem = PlacementProblem(layout=Layout(dp=20), cluster=cluster, objective=cost, bound_s=0.0)
+    found = rearranged(problem, start, model=cost, rng=random.Random(0), is_late=never)
+
+    assert start == found
+    assert [start.placement, moved(turned)] * 3 == made
 
 
 @pytest.mark.parametrize("turn", range(4))

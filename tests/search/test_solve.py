@@ -390,9 +390,7 @@ def test_userbuffers_keep_tensor_parallelism_inside_hosts() -> None:
 OWN_BLOCK = Layout(dp=4, recompute=Recompute(granularity="full", method="block", num_layers=2))
 
 
-@pytest.mark.parametrize(
-    ("own", "memory_bytes"), [(OWN_BLOCK, 2_617_059), (OWN_BLOCK, 8 << 30)]
-)
+@pytest.mark.parametrize(("own", "memory_bytes"), [(OWN_BLOCK, 2_617_059), (OWN_BLOCK, 8 << 30)])
 def test_every_legal_layout_is_priced_or_dropped_once(
     monkeypatch: pytest.MonkeyPatch, own: Layout, memory_bytes: int
 ) -> None:

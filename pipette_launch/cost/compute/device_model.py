@@ -64,9 +64,6 @@ _TORCH_OPERATION_S = 8e-6
 _UPDATE_OPERATIONS = 12
 """Number of operations of torch in Muon's update of one matrix, beside 3 in each Newton-Schulz step (counted by
 TorchDispatchMode)."""
-_PUBLISHED_ERRORS = {row["kind"]: row for row in table("pipette_launch.facts", "published_errors")}
-"""Errors of predicted steps of published runs, with constants that were fitted to the rows of other models, by kind of
-model (`python -m benchmarks.validation --leave-model-out --record`)."""
 _COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all")
 
 
@@ -244,7 +241,29 @@ def modelled_compute(job: Job, device: DeviceSpec, layouts: Iterable[Layout]) ->
     return tuple(found)
 
 
-def published(job: Job) -> dict[str, str]:
+class PublishedErrors(NamedTuple):
+    """Errors of predictions for published runs of one kind of model, as shares of the measured value.
+
+    The constants of each prediction were fitted to the rows of other models (`python -m benchmarks.validation
+    --leave-model-out --record`).
+    """
+
+    kind: str
+    rows: int
+    models: int
+    mean_error: float
+    """Mean error of a step."""
+    worst_model: str
+    worst_error: float
+    """Mean error of a step of the worst model."""
+    pairs: int
+    pairs_of: str
+    """Kind of the models whose pairs of layouts were compared."""
+    lead_error: float
+    """Mean error of the lead of one layout over another."""
+
+
+def published(job: Job) -> PublishedErrors:
     """Return the errors of predictions for published runs of this kind of model."""
     kind = (
         "hybrid models"
@@ -253,16 +272,28 @@ def published(job: Job) -> dict[str, str]:
         if job.model.num_experts
         else "dense models"
     )
-    return _PUBLISHED_ERRORS[kind]
+    row = next(row for row in table("pipette_launch.facts", "published_errors") if row["kind"] == kind)
+    return PublishedErrors(
+        kind=kind,
+        rows=int(row["rows"]),
+        models=int(row["models"]),
+        mean_error=float(row["mean_error"]),
+        worst_model=row["worst_model"],
+        worst_error=float(row["worst_error"]),
+        pairs=int(row["pairs"]),
+        pairs_of=row["pairs_of"],
+        lead_error=float(row["lead_error"]),
+    )
 
 
 def published_error(job: Job) -> str:
     """Return a sentence about the error of predictions for published runs of this kind of model."""
-    unseen = [name for name, is_used in _unpublished(job.model).items() if is_used]
+    errors, unseen = published(job), [name for name, is_used in _unpublished(job.model).items() if is_used]
     return (
-        "Steps of {models} published {kind} ({rows} runs) were predicted {mean_error} off in the mean, and "
-        "{worst_error} off for the worst model, {worst_model}. Fitted constants had not seen the predicted model."
-    ).format(**published(job)) + (f" No published run had {' or '.join(unseen)}." if unseen else "")
+        f"Steps of {errors.models} published {errors.kind} ({errors.rows} runs) were predicted {errors.mean_error:.1%} "
+        f"off in the mean, and {errors.worst_error:.1%} off for the worst model, {errors.worst_model}. "
+        f"Fitted constants had not seen the predicted model."
+    ) + (f" No published run had {' or '.join(unseen)}." if unseen else "")
 
 
 def _blocks(model: ModelSpec) -> set[str]:

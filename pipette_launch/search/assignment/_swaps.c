@@ -102,6 +102,8 @@ static char *scratch(const Py_buffer *a, Scratch *s)
 {
     const Int groups = LENGTH(a, FAMILY), flows = LENGTH(a, OTHER);
     char *room = calloc(1, (size_t)groups * 34 + (size_t)flows * sizeof(float));
+    if (!room)
+        return NULL;
     s->rise_G = (double *)room, s->change_N = s->rise_G + groups;
     s->touched_G = (Int *)(s->change_N + groups), s->touched_N = s->touched_G + groups;
     s->now_QD = (float *)(s->touched_N + groups);

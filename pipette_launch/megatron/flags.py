@@ -170,6 +170,12 @@ def _releases_of(option: str) -> list[str]:
     return [release for release in releases() if option in flag_table(release)]
 
 
+@functools.cache
+def known_dests() -> frozenset[str]:
+    """Return the destinations of all flags of all releases."""
+    return frozenset(dest for rows in _data()["flags"].values() for _, _, dest, *_ in rows)
+
+
 def likely_flag(option: str, version: str) -> str:
     """Return the flag of this release that a mistyped or shortened flag probably means, or an empty string."""
     # A flag that exists in another release is not a typing error.
@@ -327,6 +333,7 @@ class Arguments:
 
     def is_given(self, dest: str) -> bool:
         """Return True if the user wrote a flag for this destination."""
+        assert dest in known_dests(), f"no release of Megatron has a flag for {dest}"
         return any(token.dest == dest for token in self.tokens)
 
     def get(self, dest: str) -> Any:
@@ -334,6 +341,7 @@ class Arguments:
 
         Return None if the release lacks the flag.
         """
+        assert dest in known_dests(), f"no release of Megatron has a flag for {dest}"
         for token in reversed(self.tokens):
             if token.dest == dest:
                 return token.value

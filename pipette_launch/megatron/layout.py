@@ -81,7 +81,8 @@ def _read_recompute(arguments: Arguments) -> Recompute:
 
 def known_dest(arguments: Arguments, dest: str) -> str:
     """Return the destination that the user's flags set: `num_layers` and `seq_length` have old names, `encoder_...`."""
-    is_old = arguments.get(dest) is None and arguments.get(f"encoder_{dest}") is not None
+    has_old = dest in ("num_layers", "seq_length")
+    is_old = has_old and arguments.get(dest) is None and arguments.get(f"encoder_{dest}") is not None
     return f"encoder_{dest}" if is_old else dest
 
 

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from pipette_launch.facts.job import ENGINE, ITERATION, LOCAL
-from pipette_launch.megatron.flags import Arguments, flag_defaults, release_of
+from pipette_launch.megatron.flags import Arguments, flag_defaults, known_dests, release_of
 from pipette_launch.megatron.layout import SHARDED_MUON, read_recompute
 from pipette_launch.megatron.performance import options_of
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule
@@ -28,7 +28,7 @@ DEST_OF = {"fp8_format": "fp8", "fp4_format": "fp4"}
 
 
 class FlagView:
-    """Values of flags, as attributes named by destination. None for destinations that the release lacks."""
+    """Values of flags, as attributes named by destination. None for destinations that only other releases have."""
 
     def __init__(self, arguments: Arguments) -> None:
         """Take the last value of each given flag, and the release's defaults for all other flags."""
@@ -47,12 +47,14 @@ class FlagView:
         self.is_rope = bool(self.use_rotary_position_embeddings or self.position_embedding_type == "rope")
 
     def __getattr__(self, dest: str) -> Any:
-        """Return the value that Megatron's parser would store."""
+        """Return the value that Megatron's parser would store. Raise AttributeError if no release has the name."""
+        if dest not in known_dests():
+            raise AttributeError(f"no release of Megatron has a flag for {dest}")
         return self._values.get(dest)
 
     def is_on(self, dest: str) -> bool:
         """Return True if the flag has a value that is not off. 0 counts as on if the release has no default."""
-        value = self._values.get(dest)
+        value = getattr(self, dest)
         return bool(value) or (value == 0 and value is not False and self._defaults.get(dest) is None)
 
     @property

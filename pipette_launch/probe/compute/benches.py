@@ -244,7 +244,8 @@ class LayerBench(Bench):
         """Measure this slot's compute cases until rank 0 decides that the time budget is spent.
 
         The predicted time of the next case is the shortest preparation so far, because later cases reuse compiled code,
-        plus the longest timing so far without the reference case, because only this case is timed for long.
+        plus the longest timing so far without the reference case, because only this case is timed for long. All slots
+        end both together, so that rank 0 knows the seconds of the slowest slot.
         """
         # Garbage collections between cases need not visit imported objects. Frozen garbage would keep its memory.
         gc.collect()
@@ -275,15 +276,14 @@ class LayerBench(Bench):
         began_s = budget.clock()
         with ExitStack() as stack:
             work = self._ready(case, stack)
+            # A slot whose case failed waits too, so that all other slots work at the same time.
+            lockstep.barrier(budget.left_s())
+            ready_s = budget.clock()
             if case == self.options.cases[0]:
-                ready_s = budget.clock()
                 self._reference(work, lockstep, budget)
-            else:
-                # A slot whose case failed waits too, so that all other slots work at the same time.
-                lockstep.barrier(budget.left_s())
-                ready_s = budget.clock()
-                if work is not None:
-                    self._run(work, case, lockstep, again=budget.allows(AGAIN_SHARE))
+            elif work is not None:
+                self._run(work, case, lockstep, again=budget.allows(AGAIN_SHARE))
+            lockstep.barrier(budget.left_s())
         timed_s = budget.clock() - ready_s
         del work
         # Collect garbage, because Megatron's optimizer and its model refer to each other.

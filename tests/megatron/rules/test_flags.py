@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from pathlib import Path
 
 import pytest
 from megatron_lines import job
 
 from pipette_launch.errors import MegatronError
+from pipette_launch.megatron.flags import Arguments, known_dests
+from pipette_launch.megatron.rules import flags
+from pipette_launch.megatron.rules.flags import FlagView
 
 EXPERTS = "--num-experts 4 --disable-bias-linear"
 OFFLOADING = "--fine-grained-activation-offloading --offload-modules core_attn"
@@ -185,3 +190,44 @@ def test_what_is_legal_and_not_modelled_is_refused_as_such(words: str, version: 
 def test_a_script_that_is_launched_refuses_by_itself(words: str) -> None:
     """A launched script may accept more than NVIDIA's, so only commands that start nothing apply these rules."""
     assert job(words)
+
+
+def destinations_in_rules() -> dict[str, set[str]]:
+    """Return the names that rules on flags use: attributes of their argument, and words of the refused flags."""
+    tree = ast.parse(Path(flags.__file__).read_text(encoding="utf-8"))
+    nodes = [*ast.walk(tree)]
+    read = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("f", "self")
+    }
+    first = [node.value.elts[0] for node in nodes if isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple)]
+    named = [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "names"
+    ]
+    texts = [node.value for node in (*first, *named) if isinstance(node, ast.Constant)]
+    refused = {word for text in (*texts, *(rule.names for rule in flags.TABLE)) for word in str(text).split()}
+    own = {*vars(FlagView), *vars(FlagView(Arguments.parse((), "0.20.0")))}
+    return {"read": read - own, "refused": refused}
+
+
+def test_every_name_in_a_rule_is_a_flag_of_some_release() -> None:
+    """A misspelt destination would count as off for ever."""
+    found = destinations_in_rules()
+
+    assert len(found["read"]) > 100
+    assert set() == found["read"] - known_dests()
+    assert set() == found["refused"] - known_dests()
+
+
+def test_a_misspelt_destination_is_an_error() -> None:
+    """A destination of another release is None, and a name that no release has raises an error."""
+    arguments = Arguments.parse((), "0.14.0")
+
+    assert FlagView(arguments).moe_paged_stash is None
+    with pytest.raises(AttributeError, match="no release of Megatron has a flag for moe_page_stash"):
+        _ = FlagView(arguments).moe_page_stash
+    with pytest.raises(AssertionError, match="no release of Megatron has a flag for moe_page_stash"):
+        arguments.get("moe_page_stash")

@@ -39,7 +39,7 @@ from pipette_launch.probe.compute.own_script import OwnScript
 from pipette_launch.probe.compute.slot_speeds import PaceTest
 from pipette_launch.probe.instruments import CpuMeter, CudaMeter, Peak
 from pipette_launch.probe.lockstep import Budget, Lockstep
-from pipette_launch.probe.messages import WarmupOrder
+from pipette_launch.probe.messages import Progress, WarmupOrder
 from pipette_patches.run import Program
 from pipette_patches.whole_stage import StageRun
 from pipette_patches.workload import MOST_VARIANTS, OptimizerStep, Part, Workload, WorkloadError
@@ -211,6 +211,42 @@ def test_cases_are_gone_through_again_while_time_is_left(tmp_path: Path, monkeyp
 
     (reference, once), (again, thrice) = counts[1], counts[3]
     assert (reference, 3 * once) == (again, thrice)
+
+
+class SlowSlot:
+    """A lockstep of rank 0 with a slot that prepares each case for 1 s and times it for 4 s; `now_s` is the clock."""
+
+    progress = Progress()
+
+    def __init__(self) -> None:
+        self.now_s = self.peer_s = 0.0
+
+    def agree(self, decide: Callable[[], bool]) -> bool:
+        """Return rank 0's decision."""
+        return decide()
+
+    def barrier(self, _: float) -> None:
+        """Wait for the slow slot."""
+        self.now_s = self.peer_s = max(self.now_s, self.peer_s)
+
+    def work(self, own_s: float, peer_s: float) -> None:
+        """Let both slots work from the last barrier on."""
+        self.now_s += own_s
+        self.peer_s += peer_s
+
+
+def test_the_slowest_slot_decides_whether_there_is_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 needs 0.2 s for a case and another slot 5 s, so no case begins that would end after 18 of 40 s."""
+    others = tuple(ComputeCase(tp=1, cp=1, micro_batch_size=2 + size) for size in range(8))
+    slots = SlowSlot()
+    slot = bench(tmp_path, cases=(CASES[0], *others))
+    monkeypatch.setattr(LayerBench, "_ready", lambda *_: slots.work(0.1, 1.0) or SimpleNamespace())
+    monkeypatch.setattr(LayerBench, "_reference", lambda *_: slots.work(0.1, 4.0))
+    monkeypatch.setattr(LayerBench, "_run", lambda *_, **__: slots.work(0.1, 4.0))
+    monkeypatch.setattr(LayerBench, "_loading", lambda *_: None)
+    slot.measure(slots, Budget(started_s=0, budget_s=40, clock=lambda: slots.now_s))  # type: ignore[arg-type]
+
+    assert 15.0 == max(slots.now_s, slots.peer_s)
 
 
 def test_a_case_that_was_refused_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,15 +30,34 @@ RING = "p2p"
 """Megatron's default exchange of context parallelism (--cp-comm-type). Other exchanges are not measured or priced."""
 SHARDS_GRADIENTS = ("optim_grads", "optim_grads_params")
 """Strategies of Megatron-FSDP that shard gradients (--data-parallel-sharding-strategy)."""
-OPTIMIZER_STATE_BYTES = {"adam": 8, "sgd": 4, "lion": 4, "muon": 4, "dist_muon": 4, "adaptive_muon": 8, "soap": 8}
-"""Bytes of fp32 states that an optimizer keeps for one parameter, without the fp32 copy of a 16-bit weight.
 
-The factors of SOAP are not included.
-"""
-ADAM_OUTSIDE = ("lion", "muon", "dist_muon", "adaptive_muon", "soap")
-"""Optimizers of the matrices of layers. Adam updates the other parameters (core_v0.20, emerging_optimizers.py)."""
 EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 """Setting of torch's allocator that lessens its cache."""
+
+
+class OptimizerKind(NamedTuple):
+    """Facts about a value of Megatron's `--optimizer`."""
+
+    state_bytes: int
+    """Bytes of fp32 states for one parameter, without the fp32 copy of a 16-bit weight and without SOAP's factors."""
+    is_elementwise: bool
+    """True if each element is updated on its own, so that splitting a matrix does not change the result."""
+    is_for_matrices: bool
+    """True for optimizers of the matrices of layers. Adam updates the other parameters (core_v0.20,
+    emerging_optimizers.py)."""
+
+
+SHARDED_MUON = "dist_muon"
+"""Muon that shards whole matrices without `--use-distributed-optimizer`."""
+OPTIMIZERS = {
+    "adam": OptimizerKind(8, is_elementwise=True, is_for_matrices=False),
+    "sgd": OptimizerKind(4, is_elementwise=True, is_for_matrices=False),
+    "lion": OptimizerKind(4, is_elementwise=True, is_for_matrices=True),
+    "muon": OptimizerKind(4, is_elementwise=False, is_for_matrices=True),
+    SHARDED_MUON: OptimizerKind(4, is_elementwise=False, is_for_matrices=True),
+    "adaptive_muon": OptimizerKind(8, is_elementwise=False, is_for_matrices=True),
+    "soap": OptimizerKind(8, is_elementwise=False, is_for_matrices=True),
+}
 LOCAL, ENGINE, ITERATION = "local", "transformer_engine", "full_iteration"
 """Implementations of CUDA graphs (--cuda-graph-impl)."""
 

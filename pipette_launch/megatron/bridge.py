@@ -22,6 +22,7 @@ from pipette_launch.defaults import RECIPE_S
 from pipette_launch.errors import FileFormatError, MegatronError
 from pipette_launch.facts import Job, Layout, files
 from pipette_launch.facts.layout import SWITCHES
+from pipette_launch.megatron.checkpoint_files import TRACKER_NAME
 from pipette_launch.megatron.chunks import ACCOUNTS, ENDS, PATTERN_DESTS, STAGES
 from pipette_launch.megatron.flags import REMEDY, Arguments, Flag, flag_table
 from pipette_launch.megatron.layout import (
@@ -304,7 +305,7 @@ def _check(config: Config, model: Config) -> None:
         if value and re.match(r"vision_(config|transformer)|audio_config|thinker|diffusion", name):
             raise MegatronError(f"model.{name}: no formula describes a model with several towers")
     load = _section(config.get("checkpoint")).get("load")
-    if load and (Path(load) / "latest_checkpointed_iteration.txt").is_file():
+    if load and (Path(load) / TRACKER_NAME).is_file():
         raise MegatronError(
             f"checkpoint.load={load}: continuing a checkpoint of Bridge in another layout is not checked"
         )

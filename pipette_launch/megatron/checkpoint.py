@@ -10,7 +10,7 @@ from typing import Any
 
 from pipette_launch.errors import FileFormatError, LayoutError, MegatronError
 from pipette_launch.facts import Job, Layout, Plan, files
-from pipette_launch.megatron.checkpoint_files import RECORD_NAME, Saved, checkpoint_folder, read_saved
+from pipette_launch.megatron.checkpoint_files import RECORD_NAME, Saved, checkpoint_folder, read_saved, reads_optimizer
 from pipette_launch.megatron.chunks import LAYERS_PER_CHUNK, SPLIT_DESTS, STAGES, VPP, Split, read_chunks
 from pipette_launch.megatron.flags import Arguments, release_of
 from pipette_launch.megatron.layout import DEGREES, OPTIMIZER_FIELDS, PP, TP
@@ -98,13 +98,13 @@ def demands(arguments: Arguments, own: Layout, *, num_layers: int) -> Demands:
     found = checkpoint_folder(arguments)
     if not found:
         return Demands(own={})
-    folder, reads_optimizer = found
+    folder, has_optimizer = found
     if (folder / "metadata.json").is_file():
-        return _of_torch_dist(arguments, own, folder, reads_optimizer=reads_optimizer, num_layers=num_layers)
+        return _of_torch_dist(arguments, own, folder, reads_optimizer=has_optimizer, num_layers=num_layers)
     ranks = [match for match in (RANK_FOLDER.fullmatch(path.name) for path in folder.iterdir()) if match]
     if ranks:
         written = _saved_layout(read_saved(folder)[0], num_layers, arguments.version)
-        return _of_torch(own, folder, ranks, written, reads_optimizer=reads_optimizer)
+        return _of_torch(own, folder, ranks, written, reads_optimizer=has_optimizer)
     note = f"{folder}: a checkpoint of an unknown format; every field that divides the model stays"
     return Demands(own={}, pins=(Pin((*MODEL_FIELDS, "cp", *OPTIMIZER_FIELDS), note),))
 
@@ -311,7 +311,7 @@ def continuation(words: Sequence[str], job: Job, layout: Layout) -> Continuation
         again = f"from the checkpoint of {arguments.shown('load')}" if load else "from iteration 0"
         note = f"--load does not name the folder of --save: after the loss of a host the job starts over {again}"
         return Continuation(note=f"{note}; give --load {save}")
-    has_optimizer = not any(map(arguments.get, ("no_save_optim", "no_load_optim", "finetune")))
+    has_optimizer = reads_optimizer(arguments) and not arguments.get("no_save_optim")
     is_sharded = layout.use_distributed_optimizer
     ckpt_format = arguments.get("ckpt_format")
     if ckpt_format != "torch_dist":

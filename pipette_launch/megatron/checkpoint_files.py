@@ -52,13 +52,17 @@ def _tracked_iteration(root: Path) -> str:
     return name if name == "release" or re.fullmatch(r"\d{1,15}", name) else ""
 
 
+def reads_optimizer(arguments: Arguments) -> bool:
+    """Return whether Megatron loads the optimizer of a checkpoint of `--load`."""
+    return not (arguments.get("finetune") or arguments.get("no_load_optim"))
+
+
 def checkpoint_folder(arguments: Arguments) -> tuple[Path, bool] | None:
     """Return the folder that Megatron would load, and True if Megatron also loads the optimizer.
 
     Return None if there is no checkpoint to load.
     """
-    reads_optimizer = not (arguments.get("finetune") or arguments.get("no_load_optim"))
-    for dest, optimizer in (("load", reads_optimizer), ("pretrained_checkpoint", False)):
+    for dest, optimizer in (("load", reads_optimizer(arguments)), ("pretrained_checkpoint", False)):
         root, step = arguments.get(dest), arguments.get("ckpt_step")
         name = str(step) if step is not None else _tracked_iteration(Path(root)) if root else ""
         folder = Path(root or "") / (f"iter_{int(name):07d}" if name.isdigit() else name)

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipette_launch.errors import LayoutError, MegatronError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
+from pipette_launch.facts.job import SHARDED_MUON
 from pipette_launch.facts.layout import NO_RECOMPUTE, OVERLAPS, SWITCHES
 from pipette_launch.megatron import chunks
 from pipette_launch.megatron.checkpoint_files import with_checkpoint_arguments
@@ -20,7 +21,6 @@ TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "cont
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 GROUP_SIZE = "microbatch_group_size_per_vp_stage"
 MOST_LAYERS = 1 << 14
-SHARDED_MUON = "dist_muon"
 STACKS = ("num_layers", "encoder_num_layers", "decoder_num_layers")
 DEGREES = {"tp": TP, "pp": PP, "cp": CP, "ep": EP, "etp": ETP}
 OPTIMIZER_FIELDS = (*OVERLAPS, "use_distributed_optimizer")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pipette_launch.errors import MegatronError, OptionError
 from pipette_launch.facts import Layout, files
+from pipette_launch.facts.job import OPTIMIZERS
 from pipette_launch.facts.layout import OVERLAPS
 from pipette_launch.megatron.chunks import hybrid_pattern
 from pipette_launch.megatron.flags import Arguments, release_of
@@ -29,8 +30,6 @@ SHORT_NAMES = {
     "all": LAYOUT_FIELDS,
 }
 """Short names that `--pipette-fix` accepts in addition to the names of layout fields."""
-ELEMENTWISE = ("adam", "sgd", "lion")
-"""Optimizers that update every weight independently, so that splitting a matrix does not change the result."""
 _SHARDING, _RECOMPUTE = ": the distributed optimizer stays", ": recompute stays"
 _SHARDED_BY = " decides which states are sharded: the optimizer's flags stay"
 HELD_BY: dict[str, tuple[tuple[str, ...], str]] = {
@@ -158,7 +157,7 @@ def pins(arguments: Arguments, own: Layout, device_kind: str) -> Iterator[Pin]:
     if arguments.get("num_experts"):
         yield from _expert_pins(arguments)
     kind = arguments.get("optimizer")
-    if kind not in ELEMENTWISE:
+    if not OPTIMIZERS[kind].is_elementwise:
         # Muon and similar optimizers orthogonalise whole matrices, or the matrices' tensor-parallel shards.
         note = " updates whole matrices: tp, etp and the distributed optimizer stay"
         yield _pin(arguments, (*OPTIMIZER_FIELDS, "etp", "tp"), "optimizer", note)

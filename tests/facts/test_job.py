@@ -2,7 +2,8 @@
 
 import pytest
 
-from pipette_launch.facts.job import flag_of
+from pipette_launch.facts.job import OPTIMIZERS, flag_of
+from pipette_launch.megatron.flags import flag_table, releases
 
 
 @pytest.mark.parametrize(
@@ -22,3 +23,13 @@ def test_an_unknown_option_is_refused() -> None:
     """An unknown option raises an error instead of appearing in a message."""
     with pytest.raises(KeyError, match="no_such"):
         flag_of("no_such")
+
+
+def test_every_optimizer_of_megatron_has_its_facts() -> None:
+    """Lion updates single elements and leaves embeddings to Adam; Muon and SOAP update whole matrices."""
+    kinds = {name for version in releases() for name in flag_table(version)["--optimizer"].choices or ()}
+
+    assert kinds == set(OPTIMIZERS)
+    assert ["adam", "sgd", "lion"] == [name for name, kind in OPTIMIZERS.items() if kind.is_elementwise]
+    assert {"adam", "sgd"} == {name for name, kind in OPTIMIZERS.items() if not kind.is_for_matrices}
+    assert (8, 4) == (OPTIMIZERS["adam"].state_bytes, OPTIMIZERS["muon"].state_bytes)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pipette_launch.cost.layers.block import FP32_BYTES, Parameters, narrow_bits, narrow_layers
 from pipette_launch.cost.layers.ends import depth_parameters
 from pipette_launch.cost.layers.kinds import blocks_of, kind_parameters
-from pipette_launch.facts.job import ADAM_OUTSIDE, OPTIMIZER_STATE_BYTES, SHARDS_GRADIENTS, Job
+from pipette_launch.facts.job import OPTIMIZERS, SHARDS_GRADIENTS, Job
 from pipette_launch.facts.layout import Floats, Ints, Layout, LayoutColumns
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.model import LayerKind, ModelSpec
@@ -419,7 +419,7 @@ def layer_matrices(job: Job) -> tuple[Matrix, ...]:
 @lru_cache(maxsize=64)
 def _largest(job: Job) -> tuple[int, int]:
     """Return the largest number of parameters, dense and of experts, that the optimizer cannot split over ranks."""
-    if job.optimizer not in ADAM_OUTSIDE:
+    if not OPTIMIZERS[job.optimizer].is_for_matrices:
         return 1, 1
     sizes = [(one.is_expert, one.short * one.long) for one in layer_matrices(job)]
     dense, expert = (max((size for of, size in sizes if of == is_expert), default=1) for is_expert in (False, True))
@@ -448,7 +448,7 @@ def buffered_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: L
     count as one bucket, and the experts' parameters as another. Megatron also starts each parameter at a multiple of
     64, which is left out. Shards of whole matrices are as large as the largest shard.
     """
-    is_whole = job.optimizer in ADAM_OUTSIDE
+    is_whole = OPTIMIZERS[job.optimizer].is_for_matrices
     if is_whole and not has_whole_shards(job):
         return np.asarray(dense + expert)
     extra = _BUSBW_ALIGNMENT if performance_options(job).ddp_pad_buckets_for_high_nccl_busbw else _SHARD_ALIGNMENT
@@ -524,11 +524,11 @@ def optimizer_bytes(
     offloaded = options.optimizer_offload_fraction if options.optimizer_cpu_offload else 0.0
     per_parameter = state_bytes_per_parameter(job)
     states = np.rint(resident * (per_parameter * (1 - offloaded))).astype(np.int64)
-    if job.optimizer in ADAM_OUTSIDE:
+    if OPTIMIZERS[job.optimizer].is_for_matrices:
         outside = np.where(has_whole_shards(job), -(-ends // (layout.dp * layout.cp)), ends)
         outside = np.where(layout.use_distributed_optimizer, outside, ends)
         states = resident_parameters(job, dense - ends, expert, layout) * per_parameter
-        states = states + outside * (OPTIMIZER_STATE_BYTES["adam"] + _master_bytes(job))
+        states = states + outside * (OPTIMIZERS["adam"].state_bytes + _master_bytes(job))
     step = 0 if job.model.transformer_impl == "transformer_engine" or job.optimizer == "sgd" else FP32_BYTES
     if gradient_bytes_per_parameter(job) != FP32_BYTES and not options.use_precision_aware_optimizer:
         step += FP32_BYTES
@@ -550,9 +550,9 @@ def state_bytes_per_parameter(job: Job) -> int:
         whole = layer_matrices(job)
         factors = 2 * FP32_BYTES * sum(one.number * (one.short**2 + one.long**2) for one in whole)
         each = math.ceil(factors / sum(one.number * one.short * one.long for one in whole))
-        return OPTIMIZER_STATE_BYTES["soap"] + _master_bytes(job) + each
+        return OPTIMIZERS["soap"].state_bytes + _master_bytes(job) + each
     if job.optimizer != "adam" or not performance_options(job).use_precision_aware_optimizer:
-        return OPTIMIZER_STATE_BYTES[job.optimizer] + _master_bytes(job)
+        return OPTIMIZERS[job.optimizer].state_bytes + _master_bytes(job)
     return sum(_chosen_state_bytes(job)) + (_REMAINDER_BYTES if _keeps_remainders(job) else 0)
 
 

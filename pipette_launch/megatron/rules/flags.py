@@ -9,9 +9,9 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
-from pipette_launch.facts.job import ENGINE, ITERATION, LOCAL
+from pipette_launch.facts.job import ENGINE, ITERATION, LOCAL, SHARDED_MUON
 from pipette_launch.megatron.flags import Arguments, flag_defaults, known_dests, release_of
-from pipette_launch.megatron.layout import SHARDED_MUON, read_recompute
+from pipette_launch.megatron.layout import read_recompute
 from pipette_launch.megatron.performance import options_of
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule
 

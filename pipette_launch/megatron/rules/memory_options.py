@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipette_launch.facts import Recompute
-from pipette_launch.facts.job import ENGINE, ITERATION, Graphs, flag_of
+from pipette_launch.facts.job import ENGINE, ITERATION, SHARDED_MUON, Graphs, flag_of
 from pipette_launch.facts.layout import MemoryOptions
-from pipette_launch.megatron.layout import SHARDED_MUON
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule, Rules
 
 FIRST_SCOPES = (0, 16)

@@ -161,21 +161,28 @@ class Layout:
 
     def words(self) -> str:
         """Return the short form of the layout, such as `tp2 pp4 dp1 mbs2 vpp2 dist-opt`."""
-        degrees = [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}"]
-        degrees += [f"{name}{size}" for name, size in (("cp", self.cp), ("ep", self.ep), ("vpp", self.vpp)) if size > 1]
+        return " ".join(self.named_words().values())
+
+    def named_words(self) -> dict[str, str]:
+        """Return the words of the short form by their names, such as `vpp2` by `vpp`."""
+        sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp}
+        sizes |= {name: size for name, size in (("cp", self.cp), ("ep", self.ep), ("vpp", self.vpp)) if size > 1}
         if self.ep > 1 and self.etp != self.tp:
-            degrees.append(f"etp{self.etp}")
-        degrees.append(f"mbs{self.micro_batch_size}")
+            sizes["etp"] = self.etp
+        sizes["mbs"] = self.micro_batch_size
         extras = [
-            ("seq-par", self.sequence_parallel),
-            ("dist-opt", self.use_distributed_optimizer),
-            ("overlap", self.overlap_grad_reduce),
-            (f"recompute-{self.recompute.granularity}", self.recompute.granularity != "none"),
-            (f"offload-{self.recompute.offload_share:.0%}", bool(self.recompute.offload_modules)),
-            ("uneven", bool(self.layers_per_chunk) and len(set(self.layers_per_chunk)) > 1),
-            ("mtp-apart", self.chunks_after_mtp > 0),
+            ("seq-par", "", self.sequence_parallel),
+            ("dist-opt", "", self.use_distributed_optimizer),
+            ("overlap", "", self.overlap_grad_reduce),
+            ("recompute", f"-{self.recompute.granularity}", self.recompute.granularity != "none"),
+            ("offload", f"-{self.recompute.offload_share:.0%}", bool(self.recompute.offload_modules)),
+            ("uneven", "", bool(self.layers_per_chunk) and len(set(self.layers_per_chunk)) > 1),
+            ("mtp-apart", "", self.chunks_after_mtp > 0),
         ]
-        return " ".join(degrees + [word for word, on in extras if on])
+        return {
+            **{name: f"{name}{size}" for name, size in sizes.items()},
+            **{name: f"{name}{value}" for name, value, is_on in extras if is_on},
+        }
 
 
 class Degrees(NamedTuple):

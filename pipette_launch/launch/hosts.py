@@ -16,6 +16,7 @@ from pipette_launch import megatron
 from pipette_launch.errors import ClusterError, PipetteError, UsageError
 from pipette_launch.facts import Host, Layout, Measurements
 from pipette_launch.facts.health import Verdict
+from pipette_launch.facts.layout import Degrees
 from pipette_launch.facts.messages import Decision, NodeRecord, best_left_out
 from pipette_launch.launch.options import OnSick, Options
 from pipette_launch.probe.health import inventory
@@ -266,7 +267,8 @@ def in_order_of_links(bare: Decision, measured: Measurements, options: Options) 
     layout = stated or Layout(dp=num_ranks)
     order_H, gain = order_hosts(measured, given_H, layout, margin=options.margin, seed=options.seed)
     ring = "all ranks exchange data in a ring"
-    assumed = f"({stated.words().partition(' mbs')[0]}, as your flags say)" if stated else f"(assumption: {ring})"
+    degrees = " ".join(word for name, word in layout.named_words().items() if name in Degrees._fields)
+    assumed = f"({degrees}, as your flags say)" if stated else f"(assumption: {ring})"
     if not gain:
         reason = f"{AS_TORCHRUN}: measured links give no faster order of the hosts {assumed}"
         return replace(bare, reason=joined(bare.reason, reason))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-import re
 import shlex
 import shutil
 import sys
@@ -67,8 +66,6 @@ SHORT_PARTS = {
 }
 """Names of a step's parts in narrow tables."""
 DEGREES = ("tp", "pp", "dp", "cp", "ep")
-WORD = re.compile(r"seq-par|dist-opt|mtp-apart|[a-z]+")
-"""Name in a word of a layout, without the value: `vpp` of `vpp4`, `recompute` of `recompute-full`."""
 CHART_ROWS, LEAST_CHART_WIDTH, MOST_CHART_WIDTH = 8, 40, 72
 MARKS = (("X", "chosen"), ("y", "yours"), ("o", "front"), ("+", "best of its degrees"))
 """Marks of the chart, the most important first, and their meanings."""
@@ -430,10 +427,9 @@ def difference(layout: Layout, first: Layout) -> str:
     """Return the degrees of a layout, and the words in which the layout differs from the first one."""
     if layout == first:
         return layout.words()
-    before = first.words().split()
-    words = [word for word in layout.words().split() if word not in before or _name(word) in DEGREES]
-    missing = {_name(word) for word in before} - {_name(word) for word in layout.words().split()}
-    gone = dict.fromkeys(name for name in map(_name, before) if name in missing and name not in DEGREES)
+    before, mine = first.named_words(), layout.named_words()
+    words = [word for name, word in mine.items() if before.get(name) != word or name in DEGREES]
+    gone = [name for name in before if name not in mine and name not in DEGREES]
     return " ".join([*words, *(f"no {name}" for name in gone)])
 
 
@@ -444,7 +440,7 @@ def ranked_table(plan: Plan, width: int, most: int) -> Iterator[Line]:
     rows: list[tuple[Line, ...]] = [tuple(text(head, "dim") for head in heads)]
     shown = [(str(place), one, difference(one.layout, first.layout)) for place, one in enumerate(plan.ranked[:most], 1)]
     # The line above the table has all words of the chosen layout.
-    shown[0] = ("1", first, " ".join(word for word in first.layout.words().split() if _name(word) in DEGREES))
+    shown[0] = ("1", first, " ".join(word for name, word in first.layout.named_words().items() if name in DEGREES))
     if not plan.own_fault and plan.own.layout not in {one.layout for _, one, _ in shown}:
         shown.append(("", Ranked.of(plan.own), plan.own.layout.words() + fit_remark(plan.own)))
     for place, one, words in shown:
@@ -538,8 +534,3 @@ def paste_words(plan: Plan, new_arguments: Sequence[str]) -> tuple[str, str]:
         return "", ""
     added, deleted = changed_flags(plan.setting.arguments, new_arguments)
     return shlex.join(word for flag in added for word in flag), " ".join(deleted)
-
-
-def _name(word: str) -> str:
-    found = WORD.match(word)
-    return found[0] if found else word

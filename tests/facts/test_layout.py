@@ -75,6 +75,16 @@ def test_words_are_what_people_say() -> None:
     assert "tp2 pp4 dp1 vpp2 mbs2 dist-opt" == layout.words()
 
 
+def test_words_have_names() -> None:
+    """Other texts choose words by their names, and read no text."""
+    layout = Layout(tp=2, ep=2, etp=1, dp=2, sequence_parallel=True, recompute=SELECTIVE)
+
+    assert {
+        **{"tp": "tp2", "pp": "pp1", "dp": "dp2", "ep": "ep2", "etp": "etp1", "mbs": "mbs1"},
+        **{"seq-par": "seq-par", "recompute": "recompute-selective"},
+    } == layout.named_words()
+
+
 SELECTIVE = Recompute(granularity="selective", modules=("core_attn",))
 MORE = Recompute(granularity="selective", modules=("core_attn", "layernorm"))
 BLOCKS = [Recompute(granularity="full", method="block", num_layers=layers) for layers in (1, 2)]

@@ -80,8 +80,14 @@ def test_words_have_names() -> None:
     layout = Layout(tp=2, ep=2, etp=1, dp=2, sequence_parallel=True, recompute=SELECTIVE)
 
     assert {
-        **{"tp": "tp2", "pp": "pp1", "dp": "dp2", "ep": "ep2", "etp": "etp1", "mbs": "mbs1"},
-        **{"seq-par": "seq-par", "recompute": "recompute-selective"},
+        "tp": "tp2",
+        "pp": "pp1",
+        "dp": "dp2",
+        "ep": "ep2",
+        "etp": "etp1",
+        "mbs": "mbs1",
+        "seq-par": "seq-par",
+        "recompute": "recompute-selective",
     } == layout.named_words()
 
 

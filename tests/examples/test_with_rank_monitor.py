@@ -9,9 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "with_rank_monitor.py"
 PATIENCE_S = 20.0
@@ -39,7 +43,8 @@ RANK = """
 import multiprocessing, os, signal, socket, sys
 
 assert __name__ == "__main__"
-signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
+# A signal may interrupt the print below, in which Python refuses another print.
+signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"told\\n"))
 client = socket.socket(socket.AF_UNIX)
 client.connect(os.environ["FT_RANK_MONITOR_IPC_SOCKET"])
 print(multiprocessing.active_children()[0].pid, *sys.argv[1:], flush=True)
@@ -48,19 +53,21 @@ sys.stdin.readline()
 
 
 @pytest.fixture
-def rank(tmp_path: Path) -> subprocess.Popen[str]:
-    """A rank that says which process watches it, tells of SIGTERM, and waits for a line."""
+def rank(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A rank that prints which process watches it, prints a line at SIGTERM, and waits for a line."""
     (tmp_path / "nvidia_resiliency_ext").mkdir()
     (tmp_path / "nvidia_resiliency_ext" / "fault_tolerance.py").write_text(PACKAGE)
     (tmp_path / "pretrain_gpt.py").write_text(RANK)
-    return subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, shutil.copy(EXAMPLE, tmp_path), "--lr", "1"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
         start_new_session=True,
-    )
+    ) as started:
+        yield started
+        started.kill()
 
 
 def told(rank: subprocess.Popen[str]) -> str:

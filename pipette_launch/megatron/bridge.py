@@ -57,6 +57,42 @@ SOME = {
     "logger": ("log_interval",),
 }
 """Settings that describe time and memory, of sections that also hold other settings."""
+OF_BUCKETS = (
+    *("average_in_collective", "bucket_size", "num_buckets", "pad_buckets_for_high_nccl_busbw"),
+    *("param_name_patterns_for_fp32_local_accumulation", "reduce_scatter_with_fp32_accumulation"),
+)
+"""Settings of `ddp` whose flags begin with `--ddp-`."""
+NOT_PRICED: Mapping[str, Config] = {
+    "model": {
+        "activation_func_fp8_input_store": False,
+        "cpu_offloading_activations": True,
+        "cpu_offloading_double_buffering": False,
+        "cpu_offloading_weights": False,
+        "cuda_graph_retain_backward_graph": False,
+        "deallocate_pipeline_outputs": True,
+        "disable_parameter_transpose_cache": False,
+        "expert_gtp_weight_remat_size": 1,
+        "fp8_dot_product_attention": False,
+        "fp8_multi_head_attention": False,
+        "fused_single_qkv_rope": False,
+        "gtp_weight_remat_size": 1,
+        "memory_efficient_layer_norm": False,
+        "num_microbatches_with_partial_activation_checkpoints": None,
+        "quant_recipe": None,
+        "tp_comm_overlap_disable_fc1": False,
+        "tp_comm_overlap_disable_qkv": False,
+        "use_kitchen": False,
+    },
+    "optimizer": {"store_param_remainders": True},
+}
+"""Settings without a flag of Megatron-LM that change time or memory but no prediction, with Megatron-LM's values.
+
+`fp8_dot_product_attention` is not priced, because attention gains less than the FP8 rate promises: with DeepSeek-V3's
+heads and 4096 tokens, forward and backward take 1.36 times less time in MXFP8 than in BF16 on GB300, and 1.32 times
+less on GB200 (cudnn-frontend a9337ce and 03c5a5d, sdpa_benchmark_training/results/dsv3).
+"""
+_OF_FORMATS = ("fp8_dot_product_attention", "fp8_multi_head_attention", "disable_parameter_transpose_cache")
+"""Settings that have an effect only with FP8 or FP4."""
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 OVERRIDE = re.compile(r"[+~]*(model|train|ddp|optimizer|scheduler|dataset|comm_overlap|mixed_precision|dist)\.[\w.]+=")
@@ -89,6 +125,12 @@ class Overrides:
                 options.setdefault(flag.dest, []).append(flag)
         found = settings_of(self.config)
         return tuple(word for dest, value in found.items() for word in _flag_words(options.get(dest, ()), value))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Note on settings that change time or memory but no prediction, besides the note on flags."""
+        shown, start = unpriced_settings(self.config), "not priced, so time and memory are predicted as without these"
+        return (f"{start} settings of Megatron-Bridge: {', '.join(shown)}",) if shown else ()
 
     def written(self, job: Job, layout: Layout) -> tuple[str, ...]:
         """Return the words with the overrides of a layout. Overrides that the user wrote for it are replaced."""
@@ -276,8 +318,7 @@ def settings_of(config: Config) -> dict[str, Any]:
     if not found["grad_reduce_in_bf16"]:
         # Bridge passes `grad_reduce_in_fp32` on to the buffers of gradients, whatever the optimizer's type is.
         found["main_grads_dtype"] = None
-    found["ddp_average_in_collective"] = ddp.get("average_in_collective")
-    found["ddp_bucket_size"] = ddp.get("bucket_size")
+    found |= {f"ddp_{name}": ddp.get(name) for name in OF_BUCKETS}
     found["sft"] = not str(dataset.get("_target_", "GPTDatasetConfig")).endswith("GPTDatasetConfig")
     # Bridge drops the mask unless the data set asks for it.
     found["create_attention_mask_in_dataloader"] = dataset.get("skip_getting_attention_mask_from_dataset") is False
@@ -295,6 +336,23 @@ def settings_of(config: Config) -> dict[str, Any]:
     # Bridge accepts the second overlap without the first, and Megatron-LM does not.
     found["overlap_param_gather"] = bool(found["overlap_param_gather"] and found.get("overlap_grad_reduce"))
     return found
+
+
+def unpriced_settings(config: Config) -> tuple[str, ...]:
+    """Return the settings of `NOT_PRICED` with other values than Megatron-LM's, as texts `model.NAME=VALUE`."""
+    model = dict(_section(config.get("model")))
+    model |= _section(model.pop("transformer", None))
+    precision = _section(config.get("mixed_precision"))
+    # Bridge copies the settings of mixed precision into the model.
+    model |= {name: precision[name] for name in (*_OF_FORMATS, "fp8", "fp4") if name in precision}
+    sections = {"model": model, "optimizer": _section(config.get("optimizer"))}
+    unused = () if model.get("fp8") or model.get("fp4") else _OF_FORMATS
+    return tuple(
+        f"{section}.{name}={_hydra(_plain(sections[section][name]))}"
+        for section, usual in NOT_PRICED.items()
+        for name, value in usual.items()
+        if name not in unused and sections[section].get(name) not in (None, value)
+    )
 
 
 def _check(config: Config, model: Config) -> None:
@@ -440,6 +498,8 @@ class Flags:
 
     words: tuple[str, ...]
     is_translated: ClassVar[bool] = False
+    notes: ClassVar[tuple[str, ...]] = ()
+    """Empty, because `unpriced_note` finds the flags that no prediction uses."""
 
     def flags(self, version: str) -> tuple[str, ...]:  # noqa: ARG002
         """Return the words themselves."""

@@ -113,7 +113,7 @@ class TargetMachines:
             is_translated=dialect.is_translated,
             **purpose,
         )
-        return replace(job, notes=(*guess, *job.notes))
+        return replace(job, notes=(*guess, *job.notes, *dialect.notes))
 
     def measurements(self, job: Job, layouts: Sequence[Layout] = ()) -> Measurements | None:
         """Return the measurements that price a step, imagined for a device type. Return None for unknown machines.

@@ -300,6 +300,44 @@ def test_words_of_nemo_1_are_no_recipe_of_bridge(words: list[str]) -> None:
     assert next(word for word in words if not word.lstrip("+").startswith("model")) in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_dot_product_attention": True}, "fp8_dot_product_attention=true"),
+        ({"fp8_dot_product_attention": True, "fp8_multi_head_attention": True}, ""),
+        ({"transformer": {"activation_func_fp8_input_store": True}}, "activation_func_fp8_input_store=true"),
+        ({"deallocate_pipeline_outputs": False}, "deallocate_pipeline_outputs=false"),
+        ({"deallocate_pipeline_outputs": True, "use_kitchen": False, "quant_recipe": None}, ""),
+    ],
+)
+def test_settings_without_a_flag_and_a_price_get_a_note(tmp_path: Path, settings: dict[str, Any], named: str) -> None:
+    """A prediction names each setting that changes time or memory, has no flag, and differs from Megatron's value."""
+    bridge_of(tmp_path, model={**MODEL, **settings})
+    machines = {"gpu": "b200", "nodes": 1, "gpus_per_node": 8, "megatron_version": "0.19.0"}
+    notes = predict((), **machines, bridge_config=tmp_path / "config.json").notes
+    found = [note for note in notes if note.startswith("not priced")]
+
+    start = "not priced, so time and memory are predicted as without these settings of Megatron-Bridge: model."
+    assert ([start + named] if named else []) == found
+
+
+def test_settings_of_mixed_precision_decide_on_fp8_attention(tmp_path: Path) -> None:
+    """The note follows `mixed_precision`, which Bridge copies into the model."""
+    precision = {"bf16": True, "fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_dot_product_attention": True}
+    model = {**MODEL, "fp8_dot_product_attention": False}
+
+    (note,) = bridge_of(tmp_path, model=model, mixed_precision=precision).notes
+    assert note.endswith(": model.fp8_dot_product_attention=true")
+
+
+def test_settings_of_buckets_are_read(tmp_path: Path) -> None:
+    """Settings of `ddp` become the flags that begin with `--ddp-`."""
+    ddp = {**CONFIG["ddp"], "num_buckets": 3, "pad_buckets_for_high_nccl_busbw": True}
+    words = bridge_of(tmp_path, ddp=ddp).flags("0.19.0")
+
+    assert {"--ddp-num-buckets=3", "--ddp-pad-buckets-for-high-nccl-busbw"} <= {*words}
+
+
 def test_words_of_a_recipe_are_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error about a recipe names the script and the first words, none of them cut."""
     monkeypatch.setattr("pipette_launch.megatron.bridge.find_spec", lambda _: None)

@@ -60,7 +60,8 @@ class Content(NamedTuple):
     split_N: Ints
     kind_CVP: Ints
     parts_KX: Ints
-    """Number of each part in each kind of chunk."""
+    """Number of each part in each kind of chunk: each kind of layer without and with recompute, the seconds of the
+    embedding, the head, the depths of multi-token prediction, and the parameters of the embedding."""
 
 
 def contents_of(job: Job, columns: LayoutColumns) -> Content:
@@ -86,9 +87,11 @@ def _parts_SX(job: Job, columns: LayoutColumns, row: int) -> Ints:
     chunks = parameters.chunk_kinds(job.model, layout)
     for stage, (kinds, again) in enumerate(chunks):
         pairs = ((kinds[again:].count(kind), kinds[:again].count(kind)) for kind in job.model.possible_kinds)
-        # Multi-token prediction includes an embedding. On the first chunk it is the model's, so count it once.
-        has_embedding = stage == 0 and (layout.pp == 1 or layout.mtp_chunk > 0 or not job.model.mtp_num_layers)
-        rows.append([*chain(*pairs), has_embedding, stage == len(chunks) - 1, stage == layout.mtp_chunk])
+        # The parameters of multi-token prediction include an embedding. On the first chunk it is the model's own, whose
+        # parameters count once. But the chunk embeds tokens both for its first layer and for the prediction.
+        holds_embedding = stage == 0 and (layout.pp == 1 or layout.mtp_chunk > 0 or not job.model.mtp_num_layers)
+        ends = (stage == 0, stage == len(chunks) - 1, stage == layout.mtp_chunk, holds_embedding)
+        rows.append([*chain(*pairs), *ends])
     return np.array(rows, dtype=np.int64)
 
 
@@ -110,7 +113,9 @@ class UnitTimes(NamedTuple):
 
     def chunk_times(self, parts_KX: Ints, slowness: float, slowest: float) -> tuple[Floats, Floats]:
         """Return the seconds of forward and backward of each kind of chunk on a slot of speed 1 / slowness."""
-        passes_U4K, exchanges_U2K = self.passes_U4X @ parts_KX.T, self.exchanges_U2X @ parts_KX.T
+        # The last part has parameters only.
+        timed_XK = parts_KX[:, :-1].T
+        passes_U4K, exchanges_U2K = self.passes_U4X @ timed_XK, self.exchanges_U2X @ timed_XK
         compute_U2K, idle_U2K = passes_U4K[:, :2], passes_U4K[:, 2:]
         # If a device idles longer in a pass than it computes, a slow slot may hide more, so assume the slowest slot.
         hides_U2K = idle_U2K * np.where(idle_U2K <= compute_U2K, slowness, slowest)
@@ -223,7 +228,7 @@ class Tables:
         def of_parts(layout: Layout) -> list[list[float]]:
             unit = parameters.unit_parameters(self.job.model, layout)
             layers = (each for each in unit.layers.values() for _ in range(2))
-            parts = (*layers, unit.embedding, unit.head, unit.prediction)
+            parts = (*layers, parameters.Parameters(), unit.head, unit.prediction, unit.embedding)
             return [[part.dense for part in parts], [part.expert for part in parts]]
 
         found = _each(columns, first_U, ("tp", "ep", "etp", "pp"), self._parameters, of_parts)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from search.worlds import named, on_gpus
 
 from pipette_launch.cost.step.predictor import Predictor
-from pipette_launch.cost.step.step_bounds import BoundColumns
+from pipette_launch.cost.step.step_bounds import BoundColumns, Tables, contents_of
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import (
     Batch,
@@ -257,6 +257,24 @@ def test_no_placement_is_below_its_column(
             placements += [[devices * host + slot for host in order for slot in range(devices)] for order in orders]
             costs_s = predictor.placement_cost(layout).costs(np.array(placements))
             assert bound_s <= costs_s.min()
+
+
+@pytest.mark.parametrize("chunks_after_mtp", [0, 1])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_the_parts_of_a_chunk_take_its_seconds(pp: int, chunks_after_mtp: int) -> None:
+    """The embedding takes its time also where the depths of multi-token prediction share the embedding's parameters."""
+    this, layout = job_of(MODELS[2]), Layout(pp=pp, dp=8 // pp, chunks_after_mtp=min(chunks_after_mtp, pp - 1))
+    measured = measurements_of(tiny_cluster(4, 2), random.Random(1), fits=False)
+    predictor, columns = Predictor(this, measured), LayoutColumns.of([layout])
+    tables = Tables(this, measured, predictor.compute, predictor.fabric)
+    expected = predictor.compute.chunk_passes(layout)
+
+    content = contents_of(this, columns)
+    forward_s, backward_s = tables.unit_times(columns).chunk_times(content.parts_KX, 1.0, 1.0)
+
+    kinds = content.kind_CVP[0].ravel()
+    assert [one.forward_s for one in expected] == pytest.approx(forward_s[0][kinds])
+    assert [one.backward_s for one in expected] == pytest.approx(backward_s[0][kinds])
 
 
 def test_slow_hosts_are_met() -> None:

@@ -31,7 +31,7 @@ from pipette_launch.cost.communication.exchanges import LayerCounts, Waits, exch
 from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.compute.stages import STAGE_FIELDS, ComputeTable
 from pipette_launch.cost.layers import parameters
-from pipette_launch.cost.layers.block import residual_bytes
+from pipette_launch.cost.layers.block import Parameters, residual_bytes
 from pipette_launch.cost.layers.passes import Exchange, Hiding
 from pipette_launch.cost.step.assemble import StepEnd, gather_waits_s, gathers_in_forward
 from pipette_launch.cost.step.pipeline_bound import Pipelines, drains
@@ -228,7 +228,7 @@ class Tables:
         def of_parts(layout: Layout) -> list[list[float]]:
             unit = parameters.unit_parameters(self.job.model, layout)
             layers = (each for each in unit.layers.values() for _ in range(2))
-            parts = (*layers, parameters.Parameters(), unit.head, unit.prediction, unit.embedding)
+            parts = (*layers, Parameters(), unit.head, unit.prediction, unit.embedding)
             return [[part.dense for part in parts], [part.expert for part in parts]]
 
         found = _each(columns, first_U, ("tp", "ep", "etp", "pp"), self._parameters, of_parts)

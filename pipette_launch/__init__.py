@@ -9,8 +9,8 @@ if typing.TYPE_CHECKING:
 
 __version__ = "0.3.0"
 
-__all__ = ["__version__", "compare", "load_measurements", "load_plan", "measure", "plan", "predict"]
-__all__ += ["Comparison", "Measurements", "Plan", "Prediction"]
+__all__ = ["__version__", "load_measurements", "load_plan", "measure", "plan", "predict"]
+__all__ += ["Measurements", "Plan", "Prediction"]
 __all__ += ["ClusterError", "FactError", "FileFormatError", "MegatronError", "PipetteError", "PlanError"]
 __all__ += ["ProbeError", "UsageError"]
 

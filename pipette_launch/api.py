@@ -19,14 +19,13 @@ from pipette_launch.errors import (
     UsageError,
 )
 from pipette_launch.facts import Measurements, Plan, files
-from pipette_launch.facts.prediction import Comparison, Prediction
-from pipette_launch.planning.compare import compare
+from pipette_launch.facts.prediction import Prediction
 from pipette_launch.planning.machines import checked_words
 from pipette_launch.planning.plan import plan
 from pipette_launch.planning.predict import predict
 
-__all__ = ["compare", "load_measurements", "load_plan", "measure", "plan", "predict"]
-__all__ += ["Comparison", "Measurements", "Plan", "Prediction"]
+__all__ = ["load_measurements", "load_plan", "measure", "plan", "predict"]
+__all__ += ["Measurements", "Plan", "Prediction"]
 __all__ += ["ClusterError", "FactError", "FileFormatError", "MegatronError", "PipetteError", "PlanError"]
 __all__ += ["ProbeError", "UsageError"]
 

@@ -16,13 +16,12 @@ from pipette_launch.facts.known_devices import DeviceFile, DeviceFiles
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.outcome import LiveJob, Outcome
 from pipette_launch.facts.plan import Plan, Shortage
-from pipette_launch.facts.prediction import Comparison, Explained, Prediction
+from pipette_launch.facts.prediction import Explained, Prediction
 from pipette_launch.facts.schedule import ScheduleFile
 
 FOLDER = Path(__file__).parent.parent / "docs" / "schemas"
 DOCUMENTS: tuple[type[Document], ...] = (
     Checkup,
-    Comparison,
     DeviceFile,
     DeviceFiles,
     Explained,

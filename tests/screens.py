@@ -24,10 +24,10 @@ from pipette_launch.facts import (
 from pipette_launch.facts.health import Verdict
 from pipette_launch.facts.measurements import CollectiveTime, MemoryNeed, MemoryReading
 from pipette_launch.facts.plan import Rate, Trial, Trials
-from pipette_launch.facts.prediction import PARTS, Comparison, Entry, Prediction, StageMemory
+from pipette_launch.facts.prediction import PARTS, Prediction, StageMemory
 from pipette_launch.report.measured import measured_screen
 from pipette_launch.report.plan import plan_file_screen, plan_screen
-from pipette_launch.report.prediction import comparison_screen, prediction_screen
+from pipette_launch.report.prediction import prediction_screen
 from pipette_launch.text import GIB
 
 OLD = (
@@ -263,26 +263,6 @@ def small() -> str:
     return shown(made, tiny_measurements(cluster), new_arguments=None)
 
 
-def compared() -> str:
-    """Four planners: one whose choice does not fit, and one that has none."""
-    fat = choice(
-        Layout(tp=2, pp=4, dp=16), 29.0, peak_memory_bytes=(9 << 30,) * 4, rate=replace(RATE.times(28.3 / 29), mfu=None)
-    )
-    ours = choice(Layout(tp=4, etp=4, pp=8, dp=4, vpp=10, micro_batch_size=2), 28.3)
-    made = [
-        ("ours", replace(ours, rate=RATE), 0.005, 0, (), ("First.",)),
-        ("amp", fat, None, 96, ("tp2 pp4 dp16 mbs1 does not fit: stage 0 needs 9.00 GiB of 7.00 GiB.",), ()),
-        ("varuna", None, None, None, ("Varuna finds no layout.",), ()),
-        ("topology-sorted", choice(Layout(tp=8, etp=8, pp=4, dp=4), 33.9), None, 30, (), ()),
-    ]
-    entries = tuple(
-        Entry(name=name, choice=one, gap=gap, num_moved=moved, faults=faults, remarks=remarks)
-        for name, one, gap, moved, faults, remarks in made
-    )
-    comparison = Comparison(entries=entries, notes=("Nothing was measured.", "Not modelled: one thing."))
-    return comparison_screen(comparison)
-
-
 def shown(
     made: Plan,
     measurements: Measurements | None,
@@ -438,7 +418,6 @@ SCREENS = {
     "small": small,
     "planned": planned,
     "planned-now": planned_now,
-    "compared": compared,
     "foretold": foretold,
     "too-large": too_large,
     "tight": tight,

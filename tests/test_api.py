@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def test_the_import_waits_for_nothing() -> None:
     """The import loads neither numpy nor torch nor our own modules before a function is used."""
     code = (
         "import sys, pipette_launch; found = {name for name in sys.modules if name.startswith('pipette_launch.')}; "
-        "assert not found | {'numpy', 'torch'} & {*sys.modules}, found; assert pipette_launch.compare; "
+        "assert not found | {'numpy', 'torch'} & {*sys.modules}, found; assert pipette_launch.predict; "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -71,22 +70,6 @@ def test_files_are_loaded(tmp_path: Path) -> None:
     assert ONE == pipette_launch.load_plan(str(tmp_path / "a.plan.json"))
     with pytest.raises(FileFormatError, match="expected"):
         pipette_launch.load_plan(tmp_path / "cluster.json")
-
-
-def test_plans_are_compared(tmp_path: Path) -> None:
-    """The result is the command's, with the number of moved ranks."""
-    files.write(tmp_path / "a.plan.json", ONE)
-    files.write(tmp_path / "b.plan.json", replace(ONE, chosen=choice(Layout(dp=4), 0.9, placement=(0, 1, 3, 2))))
-    found = pipette_launch.compare([tmp_path / "a.plan.json", str(tmp_path / "b.plan.json")])
-
-    assert [("a", 0), ("b", 2)] == [(entry.name, entry.num_moved) for entry in found.entries]
-
-
-@pytest.mark.parametrize("paths", [[], ["a.plan.json"], "a.plan.json"])
-def test_one_plan_is_no_comparison(paths: str | list[str]) -> None:
-    """A single name is refused and not read as a list of letters."""
-    with pytest.raises(UsageError, match="nothing to compare: name two plan files or more, got "):
-        pipette_launch.compare(paths)
 
 
 def test_a_plan_is_made_for_what_was_measured(tmp_path: Path) -> None:

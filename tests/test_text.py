@@ -19,7 +19,7 @@ from pipette_launch.errors import FileFormatError
 from pipette_launch.facts import files
 from pipette_launch.report.measured import checkup_screen, measured_screen
 from pipette_launch.report.plan import plan_file_screen
-from pipette_launch.report.prediction import comparison_screen, prediction_screen
+from pipette_launch.report.prediction import prediction_screen
 from pipette_launch.text import counted, escape_log_lines, listed, numbered, printable
 
 HOSTILE = "a\x1b]0;mine\x07\x9b31m\x7f\r\u202eb\ud800"
@@ -78,10 +78,9 @@ def changed(document: Any) -> Any:
             lambda made: measured_screen(made, title=HOSTILE, saved_to=Path(HOSTILE)),
         ),
         (screens.prediction(), prediction_screen),
-        (DOCUMENTS["comparison"][0], comparison_screen),
         (DOCUMENTS["checkup"][0], checkup_screen),
     ],
-    ids=["plan", "measured", "prediction", "comparison", "checkup"],
+    ids=["plan", "measured", "prediction", "checkup"],
 )
 def test_screens_escape_what_they_quote(document: Any, screen: Any) -> None:
     """Names, reasons, notes and titles are escaped."""

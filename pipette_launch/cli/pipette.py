@@ -58,7 +58,6 @@ def _complete(args: Namespace) -> int:
 COMMANDS: Mapping[str, Subcommand] = {
     "predict": plan.PREDICT,
     "plan": plan.PLAN,
-    "compare": plan.COMPARE,
     "report": show.REPORT,
     "order": show.ORDER,
     "explain": show.EXPLAIN,

@@ -1,4 +1,4 @@
-"""`pipette plan`, `pipette predict` and `pipette compare`, which plan and predict without using the job's machines."""
+"""`pipette plan` and `pipette predict`, which plan and predict without using the job's machines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
     flags.add_machine_flags(parser)
     flags.add_search_flags(parser)
     flags.add_reading_flags(parser)
-    text = "write the plan to this file, for --pipette-plan and `pipette compare`, and a report beside it"
+    text = "write the plan to this file, for --pipette-plan, and a report beside it"
     parser.add_argument("--out", metavar="FILE", type=Path, help=text)
     text = f"layouts of the ranked list, the best of each set of degrees (default: {TOP} in files, fewer on the screen)"
     parser.add_argument("--top", metavar="N", type=int, help=text)
@@ -158,27 +158,4 @@ PREDICT = Subcommand(
         "pipette predict --gpu H100 torchrun --nnodes 2 --nproc_per_node 8 pretrain_gpt.py $ARGS",
         "pipette predict --world-size 16 pretrain_gpt.py $ARGS --tensor-model-parallel-size 2   # memory only",
     ),
-)
-
-
-def _add_compare_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print a document of kind `comparison` instead of a screen")
-    parser.add_argument("plans", metavar="PLAN", nargs="*", type=Path, help="two plan files or more")
-
-
-def _compare(args: Namespace) -> int:
-    from pipette_launch.facts import files
-    from pipette_launch.planning.compare import compare
-    from pipette_launch.report.prediction import comparison_screen
-
-    found = compare(args.plans)
-    sys.stdout.write(files.dumps(found, indent=1) + "\n" if args.json else comparison_screen(found))
-    return 0
-
-
-COMPARE = Subcommand(
-    summary="Print plan files side by side.",
-    add_arguments=_add_compare_arguments,
-    run=_compare,
-    examples=("pipette compare a.plan.json b.plan.json", "pipette compare --json a.plan.json b.plan.json"),
 )

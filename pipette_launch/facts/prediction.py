@@ -1,4 +1,4 @@
-"""Predictions for one configuration, comparisons of plans, and the answers of `pipette explain`."""
+"""Predictions for one configuration, and the answers of `pipette explain`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipette_launch.errors import FactError
 from pipette_launch.facts.files import ADDED_LATER
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import MemoryVerdict
-from pipette_launch.facts.plan import Choice, Rate
+from pipette_launch.facts.plan import Rate
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 """Kinds of a stage's memory, in the order on screens."""
@@ -113,39 +113,3 @@ class Explained:
     KIND: ClassVar[str] = "explained"
 
     keys: tuple[Explanation, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """One plan in a comparison of several plans."""
-
-    name: str
-    choice: Choice | None
-    """The configuration that the plan chose. None = no plan exists, or the plan's time cannot be predicted."""
-    gap: float | None
-    """Step time / proven lower bound (floor) - 1. The value is `None` if no lower bound was proven."""
-    num_moved: int | None
-    """Number of ranks that run on another device than under the first plan. None = the machines differ."""
-    faults: tuple[str, ...]
-    """Reasons why the plan cannot run, one sentence each. No reasons mean that the plan can run."""
-    remarks: tuple[str, ...]
-
-    @property
-    def runs(self) -> bool:
-        """True if the plan can run and can be compared."""
-        return self.choice is not None and not self.faults
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """The document that `pipette compare --json` prints. All plans are compared with the first plan."""
-
-    KIND: ClassVar[str] = "comparison"
-
-    entries: tuple[Entry, ...]
-    notes: tuple[str, ...]
-    """Other differences between the plans, and the origin of the predicted times."""
-
-    def __post_init__(self) -> None:
-        if not self.entries:
-            raise FactError("a comparison needs at least one entry")

@@ -129,7 +129,7 @@ def test_the_flags_are_frozen() -> None:
         flag for action in commands.choices["predict"]._actions for flag in action.option_strings if flag[:2] == "--"
     }
 
-    known = {"compare", "completion", "devices", "doctor", "explain", "order", "plan", "predict"}
+    known = {"completion", "devices", "doctor", "explain", "order", "plan", "predict"}
     known |= {"probe", "report", "watch"}
     assert known == set(COMMANDS)
     assert {

@@ -60,12 +60,11 @@ def heads(screen: str) -> set[str]:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_every_head_of_a_column_is_explained(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    """The screens of plan, predict and compare have short heads at 80 columns and full heads at 120."""
+    """The screens of plan and predict have short heads at 80 columns and full heads at 120."""
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True)
     drawn = {name: heads(screens.drawn(name, width)) for name in screens.SCREENS if name != "measured"}
 
-    assert {"ratio", "gap", "layout", "tensor parallel", "other"} <= drawn["compared"]
     assert {"GiB", "layers", "peak", "overhd" if width == 80 else "overhead"} <= drawn["foretold"]
     assert set() == {head for found in drawn.values() for head in found if key_of(head) not in MEANINGS}
 

@@ -42,7 +42,7 @@ from pipette_launch.facts.messages import (
 )
 from pipette_launch.facts.outcome import LiveJob, Outcome, PeakReading
 from pipette_launch.facts.plan import Shortage
-from pipette_launch.facts.prediction import Comparison, Entry, Explained, Explanation
+from pipette_launch.facts.prediction import Explained, Explanation
 from pipette_launch.facts.schedule import ScheduleFile, one_forward_one_backward
 from pipette_launch.launch.plan_reports import read_profile
 from pipette_launch.launch.training import OutcomeTracker
@@ -134,13 +134,6 @@ DOCUMENTS: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "devices": (DeviceFiles(devices=(DEVICE,)), str),
     "schedule": (ORDER, ScheduleFile.schedule),
     "prediction": (screens.prediction(), str),
-    "comparison": (
-        Comparison(
-            entries=(Entry(name="ours", choice=CHOICE, gap=0.1, num_moved=1, faults=("f",), remarks=()),),
-            notes=("A note.",),
-        ),
-        str,
-    ),
     "checkup": (
         Checkup(host="a", taken_at="now", findings=(Finding(severity="fine", what="cache", value="there"),)),
         lambda made: made.is_fit,

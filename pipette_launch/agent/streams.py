@@ -1,4 +1,4 @@
-"""Output of the workers: copied unchanged to the console, and read for iteration lines and the last lines of stderr."""
+"""Output of the workers: copied unchanged to its destination, and read for iteration lines and the last lines."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, LogsSpecs
 
 CHUNK_BYTES = 1 << 16
-FOLLOW_S = 0.2
 HOLD_S = 0.15
 """Seconds until a line without a newline, such as a prompt or a progress bar, is copied."""
 TAIL_LINES = 60
@@ -41,32 +38,31 @@ class _Source:
 
     hear: Callable[[str], object]
     copy_to: int | None = None
-    """Descriptor of the console that gets every byte; None for no console."""
+    """Descriptor of the console or file that gets every byte; None for the null device."""
     unfinished: bytes = b""
     held: bytes = b""
-    """First bytes of an incomplete line, which are not copied to the console yet."""
+    """First bytes of an incomplete line, which are not copied yet."""
     held_until_s: float = math.inf
-    path: Path = Path(os.devnull)
-    """File with the worker's output, made by torch at the worker's start; the null device if the stream is a pipe."""
-    opened: IO[bytes] | None = None
+    has_failed: bool = False
+    """True if bytes could not be copied, which the log reports once."""
 
 
 class Streams:
     """Reads the workers' streams in a thread, line by line.
 
-    A stream to the console passes through a pipe and is copied unchanged, in whole lines, so that lines of two workers
-    do not mix. A line without a newline is copied after `HOLD_S`. A stream that the user redirected to a file is read
-    from this file.
+    Each stream passes through a pipe, and is copied to the console or the user's file unchanged, in whole lines, so
+    that lines of two workers do not mix. A line without a newline is copied after `HOLD_S`.
     """
 
     def __init__(self, on_line: Callable[[str], None]) -> None:
         self._on_line = on_line
         self._selector = selectors.DefaultSelector()
         self._writers: dict[int, int] = {}
-        self._files: list[_Source] = []
+        self._files: list[int] = []
+        """Descriptors of the files to which streams are copied."""
         self._tails: dict[int, deque[str]] = {}
-        self._bell, self._ring = os.pipe()
-        self._selector.register(self._bell, selectors.EVENT_READ, None)
+        self._wakes, self._waker = os.pipe()
+        self._selector.register(self._wakes, selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._loop, name="pipette-streams", daemon=True)
         self._is_open = True
 
@@ -80,14 +76,14 @@ class Streams:
         hear: Callable[[str], object] = self._on_line
         if local_rank is not None:
             hear = self._tails.setdefault(local_rank, deque(maxlen=TAIL_LINES)).append
+        copy_to = None if path == os.devnull else console
         if path not in (CONSOLE, os.devnull):
-            self._files.append(_Source(hear=hear, path=Path(path)))
-            return path
+            copy_to = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            self._files.append(copy_to)
         # This process keeps both ends of the pipe open, so that the pipe does not end before a worker opens it.
         reader, writer = os.pipe()
         self._writers[reader] = writer
-        source = _Source(hear=hear, copy_to=None if path == os.devnull else console)
-        self._selector.register(reader, selectors.EVENT_READ, source)
+        self._selector.register(reader, selectors.EVENT_READ, _Source(hear=hear, copy_to=copy_to))
         return f"/proc/self/fd/{writer}"
 
     def start(self) -> None:
@@ -106,18 +102,17 @@ class Streams:
         if not self._is_open:
             return
         if self._thread.is_alive():
-            os.write(self._ring, b"!")
+            os.write(self._waker, b"!")
             self._thread.join(patience_s)
             if self._thread.is_alive():
                 return
         self._is_open = False
         for key in list(self._selector.get_map().values()):
             self._hang_up(key.fd)
-        os.close(self._ring)
+        os.close(self._waker)
         self._selector.close()
         for file in self._files:
-            if file.opened:
-                file.opened.close()
+            os.close(file)
 
     def _hang_up(self, reader: int) -> None:
         self._selector.unregister(reader)
@@ -126,39 +121,34 @@ class Streams:
             os.close(self._writers.pop(reader))
 
     def _loop(self) -> None:
-        is_over = behind = False
+        is_over = False
         while not is_over:
-            # Output in a pipe ends this wait at once. The time limit serves files and old incomplete lines.
-            sources = [key.data for key in self._selector.get_map().values() if key.data]
-            due_s = min((source.held_until_s for source in sources), default=math.inf) - time.monotonic()
-            wait_s = min(due_s, (0.0 if behind else FOLLOW_S) if self._files else math.inf)
-            ready = self._selector.select(None if wait_s == math.inf else max(wait_s, 0.0))
-            is_over = any(key.fd == self._bell for key, _ in ready)
+            # Output in a pipe ends this wait at once. The time limit serves old incomplete lines.
+            due_s = min((source.held_until_s for _, source in self._sources()), default=math.inf) - time.monotonic()
+            ready = self._selector.select(None if due_s == math.inf else max(due_s, 0.0))
+            is_over = any(key.fd == self._wakes for key, _ in ready)
             for key, _ in ready:
-                if key.fd != self._bell and not is_over:
-                    self._read_pipe(key.fd, key.data, CHUNK_BYTES)
+                if key.fd != self._wakes and not is_over:
+                    self._read(key.fd, key.data, CHUNK_BYTES)
             self._copy_begun_lines(time.monotonic())
-            behind = max((self._read_file(file, CHUNK_BYTES) for file in self._files), default=0) == CHUNK_BYTES
         self._drain()
+
+    def _sources(self) -> list[tuple[int, _Source]]:
+        """Return the reading ends of all open pipes, each with its stream."""
+        return [(key.fd, key.data) for key in self._selector.get_map().values() if key.data]
 
     def _drain(self) -> None:
         """Read only the bytes written so far, because a child that outlives its worker may write for ever."""
-        for key in list(self._selector.get_map().values()):
-            left = 0
-            if key.fd != self._bell:
-                (left,) = struct.unpack("i", fcntl.ioctl(key.fd, termios.FIONREAD, b"\0" * 4))
-            while left > 0 and key.fd in self._writers:
-                left -= self._read_pipe(key.fd, key.data, min(left, CHUNK_BYTES))
+        for reader, source in self._sources():
+            (left,) = struct.unpack("i", fcntl.ioctl(reader, termios.FIONREAD, b"\0" * 4))
+            while left > 0 and reader in self._writers:
+                left -= self._read(reader, source, min(left, CHUNK_BYTES))
         self._copy_begun_lines(math.inf)
-        for file in self._files:
-            left = file.path.stat().st_size if file.path.exists() else 0
-            while left > 0 and (read := self._read_file(file, CHUNK_BYTES)):
-                left -= read
-        for source in [*self._files, *(key.data for key in self._selector.get_map().values() if key.data)]:
+        for _, source in self._sources():
             if source.unfinished:
                 self._take(source, b"\n")
 
-    def _read_pipe(self, reader: int, source: _Source, size: int) -> int:
+    def _read(self, reader: int, source: _Source, size: int) -> int:
         data = os.read(reader, size)
         if source.copy_to is not None:
             whole, newline, begun = (source.held + data).rpartition(b"\n")
@@ -167,39 +157,32 @@ class Streams:
             if len(begun) >= CHUNK_BYTES:
                 source.held_until_s = 0.0
             source.held = begun
-            self._copy(reader, source.copy_to, whole + newline)
+            self._copy(reader, source, whole + newline)
         self._take(source, data)
         return len(data)
 
     def _copy_begun_lines(self, now_s: float) -> None:
-        for key in list(self._selector.get_map().values()):
-            source = key.data
-            if source and source.held and source.held_until_s <= now_s:
+        for reader, source in self._sources():
+            if source.held and source.held_until_s <= now_s:
                 begun, source.held, source.held_until_s = source.held, b"", math.inf
-                self._copy(key.fd, source.copy_to, begun)
+                self._copy(reader, source, begun)
 
-    def _copy(self, reader: int, console: int, data: bytes) -> None:
+    def _copy(self, reader: int, source: _Source, data: bytes) -> None:
+        assert source.copy_to is not None
         view = memoryview(data)
         try:
             while view:
                 with contextlib.suppress(BlockingIOError):
-                    view = view[os.write(console, view) :]
+                    view = view[os.write(source.copy_to, view) :]
                 if view:
-                    select.select([], [console], [])
+                    select.select([], [source.copy_to], [])
         except BrokenPipeError:
             # If the console's reader is gone (`| head`), close the pipe: the next write fails as under torchrun.
             self._hang_up(reader)
         except OSError as error:
-            logger.debug("the console takes no more: %s", error)
-
-    def _read_file(self, file: _Source, size: int) -> int:
-        try:
-            file.opened = file.opened or file.path.open("rb")
-            data = file.opened.read(size)
-        except OSError:
-            return 0
-        self._take(file, data)
-        return len(data)
+            if not source.has_failed:
+                logger.warning("output of a worker is lost: %s", error)
+            source.has_failed = True
 
     def _take(self, source: _Source, data: bytes) -> None:
         *complete, rest = (source.unfinished + data).split(b"\n")
@@ -213,7 +196,7 @@ class Streams:
 
 
 class WatchedLogs(LogsSpecs):
-    """Log settings that keep the user's destinations, and send streams for the console through pipes."""
+    """Log settings that keep the user's destinations, and send the streams that are read through pipes."""
 
     def __init__(self, inner: LogsSpecs, streams: Streams | None, attempt: int) -> None:
         self._inner = inner

@@ -220,27 +220,45 @@ def test_tails_are_kept_for_each_worker() -> None:
     assert () == streams.tail(2)
 
 
-def test_files_are_followed(tmp_path: Path) -> None:
-    """Lines of a file are heard as they come and to the end, though the file is made late."""
+def test_a_redirected_stream_reaches_its_file_and_is_read(tmp_path: Path) -> None:
+    """The user's file gets every byte, and a file of an earlier attempt is overwritten; its lines are read too."""
     lines: list[str] = []
+    (tmp_path / "out").write_text("old" * 1_000_000)
     streams = Streams(lines.append)
-    streams.watch(str(tmp_path / "out"), console=1)
-    streams.watch(str(tmp_path / "err"), console=2, local_rank=0)
+    out = streams.watch(str(tmp_path / "out"), console=1)
+    err = streams.watch(str(tmp_path / "err"), console=2, local_rank=0)
     streams.start()
-    (tmp_path / "out").write_text("iteration 1\n" * 50_000)
-    (tmp_path / "err").write_text("why")
+    write(out, b"iteration 1\n" * 50_000).join()
+    write(err, b"why").join()
     streams.close()
 
     assert ["iteration 1"] * 50_000 == lines
+    assert "iteration 1\n" * 50_000 == (tmp_path / "out").read_text()
     assert ("why",) == streams.tail(0)
+    assert "why" == (tmp_path / "err").read_text()
 
 
-def test_leaves_no_descriptor_open() -> None:
+def test_a_full_disk_does_not_stop_the_worker(caplog: pytest.LogCaptureFixture) -> None:
+    """The lines of a file that takes no more are still read, and the log names the cause once."""
+    lines: list[str] = []
+    streams = Streams(lines.append)
+    out = streams.watch("/dev/full", console=1)
+    streams.start()
+    write(out, b"iteration 1\n" * 50_000).join()
+    streams.close()
+
+    assert ["iteration 1"] * 50_000 == lines
+    assert ["output of a worker is lost: [Errno 28] No space left on device"] == [
+        record.getMessage() for record in caplog.records
+    ]
+
+
+def test_leaves_no_descriptor_open(tmp_path: Path) -> None:
     """Hundreds of attempts cost the launcher nothing."""
     before = sum(1 for _ in Path("/proc/self/fd").iterdir())
     streams = Streams(lambda line: None)
-    for rank in range(3):
-        streams.watch("", console=2, local_rank=rank)
+    for rank, path in enumerate(("", os.devnull, str(tmp_path / "err"))):
+        streams.watch(path, console=2, local_rank=rank)
     streams.start()
     streams.close()
     streams.close()
@@ -269,17 +287,17 @@ def kinds(destinations: LogsDest) -> list[str]:
     ("settings", "expected"),
     [
         ({}, ["console", "pipe", "pipe", "pipe"]),
-        ({"redirects": Std.ALL}, ["stdout.log", "stdout.log", "stderr.log", "stderr.log"]),
-        ({"redirects": Std.ERR, "tee": {0: Std.ERR}}, ["console", "pipe", "stderr.log", "stderr.log"]),
-        ({"tee": Std.OUT}, ["stdout.log", "stdout.log", "pipe", "pipe"]),
+        ({"redirects": Std.ALL}, ["stdout.log", "pipe", "pipe", "pipe"]),
+        ({"redirects": Std.ERR, "tee": {0: Std.ERR}}, ["console", "pipe", "pipe", "pipe"]),
+        ({"tee": Std.OUT}, ["stdout.log", "pipe", "pipe", "pipe"]),
         ({"local_ranks_filter": {0}}, ["console", "pipe", "pipe", "pipe"]),
         ({"local_ranks_filter": {1}}, ["null", "pipe", "pipe", "pipe"]),
     ],
 )
-def test_pipes_stand_for_the_console_only(
+def test_every_stream_that_is_read_passes_through_a_pipe(
     tmp_path: Path, streams: Streams, settings: dict[str, Std], expected: list[str]
 ) -> None:
-    """The last rank's stdout and every stderr are read; a redirected stream stays where the user wants it."""
+    """The last rank's stdout and every stderr are read; all other streams stay where the user wants them."""
     inner = DefaultLogsSpecs(log_dir=str(tmp_path), **settings)  # type: ignore[arg-type]
 
     destinations = WatchedLogs(inner, streams, 0).reify(environments())

@@ -18,14 +18,15 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.planners.machines import MACHINES, NETWORKS, with_network
-from benchmarks.planners.zoo import MODELS as GPT_MODELS
-from benchmarks.planners.zoo import job_of_shape
+from benchmarks.gpt import gpt_job
+from benchmarks.networks import NETWORKS, with_network
 from benchmarks.telling import processor
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance
+from pipette_launch.facts.accelerators import Link
 from pipette_launch.facts.co_location import Domains
+from pipette_launch.facts.known_devices import device_named
 from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.frontier import Frontier
 from pipette_launch.search.layouts import base_layouts
@@ -34,11 +35,13 @@ from pipette_launch.search.slots import host_order
 from pipette_launch.search.solve import SolveOptions, solve
 
 HOSTS, DEVICES = 4, 2
-MACHINE = "A100"
+DEVICE = "A100-80GB"
+BETWEEN_HOSTS_BYTES_PER_S = 25e9
+"""Bandwidth of one device's own network card in Pipette's cluster of A100."""
 GLOBAL_BATCH = 64
 SEEDS = (0, 1, 2)
 MODELS: dict[str, tuple[tuple[int, int, int], dict[str, object]]] = {
-    "GPT of 2.7B": (GPT_MODELS["2.7B"], {}),
+    "GPT of 2.7B": ((56, 1920, 24), {}),
     "MoE, 8 experts": ((24, 1024, 16), {"num_experts": 8, "moe_layer_freq": (1,) * 24, "moe_ffn_hidden_size": 4096}),
 }
 """Layers, hidden size, heads; and differences from a plain GPT."""
@@ -68,7 +71,16 @@ class Row:
 def job_of(model: str) -> Job:
     """A small job, fp16 with Adam."""
     shape, extra = MODELS[model]
-    job = job_of_shape(shape, MACHINES[MACHINE], HOSTS * DEVICES, global_batch_size=GLOBAL_BATCH)
+    job = gpt_job(
+        shape,
+        seq_length=1024,
+        vocab_size=50256,
+        params_dtype="fp16",
+        transformer_impl="transformer_engine",
+        attention_backend="flash",
+        global_batch_size=GLOBAL_BATCH,
+        own=Layout(dp=HOSTS * DEVICES),
+    )
     return replace(job, model=replace(job.model, **extra))  # type: ignore[arg-type]
 
 
@@ -76,7 +88,9 @@ def run_one(network: str, model: str, seed: int) -> Row:
     """Plan, then try everything that could be faster."""
     job = job_of(model)
     found = base_layouts(job, world_size=HOSTS * DEVICES, domains=Domains(devices_per_host=DEVICES), device_kind="cuda")
-    spec = MACHINES[MACHINE].spec
+    spec = device_named(DEVICE)
+    between_hosts = Link(latency_s=spec.between_hosts.latency_s, bytes_per_s=BETWEEN_HOSTS_BYTES_PER_S)
+    spec = replace(spec, between_hosts=between_hosts)
     measured = imagined(
         job, spec, num_hosts=HOSTS, devices_per_host=DEVICES, layouts=[*map(found.columns.layout, range(len(found)))]
     )
@@ -148,8 +162,8 @@ def report(rows: Sequence[Row]) -> str:
     placements = math.factorial(HOSTS) ** DEVICES * math.factorial(DEVICES) ** HOSTS
     conditions = (
         f"`python -m benchmarks.bench_exhaustion` on {time.strftime('%Y-%m-%d')}: {processor()}, Python "
-        f"{platform.python_version()}, numpy {version('numpy')}. {HOSTS} imagined hosts of {DEVICES} {MACHINE}s, links "
-        f"as in `benchmarks/planners/machines.py`, steps of {GLOBAL_BATCH} sequences. Tried: all {placements:,} "
+        f"{platform.python_version()}, numpy {version('numpy')}. {HOSTS} imagined hosts of {DEVICES} {DEVICE}, links "
+        f"as in `benchmarks/networks.py`, steps of {GLOBAL_BATCH} sequences. Tried: all {placements:,} "
         "allowed placements, less those that only turn rings, of each layout that fits and whose bound is below the "
         "plan's step. Whatever else is legal is slower by its bound."
     )

@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.mapping.fabrics import BAD_SHARE, BAD_SPEED, LEAF, NOISE, POD, TIERS, Fabric, grid_flows
-from benchmarks.mapping.pipette_cost import measured_ms_per_mb
 from benchmarks.mapping.swap_annealing import annealed
 from benchmarks.mapping.tiles import best_tiled
+from benchmarks.networks import measured_shares
 from benchmarks.telling import processor, shown
 from pipette_launch.facts import Links
 from pipette_launch.probe.links.selection import (
@@ -62,7 +62,7 @@ Unlike = Callable[[int, np.random.Generator], Floats]
 
 
 def noisy(hosts: int, rng: np.random.Generator) -> Floats:
-    """Return links with independent noise: only a measurement shows it (the fabric of the mapping benchmark)."""
+    """Return links with independent noise: only a measurement shows it."""
     noise_HH = np.triu(np.abs(rng.normal(0, NOISE, (hosts, hosts))), 1)
     return _with_bad_hosts(1 - np.minimum(noise_HH + noise_HH.T, 0.9), rng)
 
@@ -75,9 +75,9 @@ def of_ends(hosts: int, rng: np.random.Generator) -> Floats:
 
 def resampled(hosts: int, rng: np.random.Generator) -> Floats:
     """Return links drawn from the 240 directed links that Pipette's authors measured between 16 hosts."""
-    ms_HH = measured_ms_per_mb()
-    rate_N = 1 / ms_HH[~np.eye(16, dtype=bool)]
-    drawn_HH = np.triu(rng.choice(rate_N / rate_N.max(), (hosts, hosts)), 1)
+    share_HH = measured_shares()
+    share_N = share_HH[~np.eye(len(share_HH), dtype=bool)]
+    drawn_HH = np.triu(rng.choice(share_N, (hosts, hosts)), 1)
     both_HH: Floats = drawn_HH + drawn_HH.T + np.eye(hosts)
     return both_HH
 

@@ -1,1 +1,1 @@
-"""Problems of bench_mapping: Pipette's cost function, synthetic fabrics, and their descriptions."""
+"""Fabrics and a plain placer of hosts, on which bench_probing compares ways to choose the links to measure."""

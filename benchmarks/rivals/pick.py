@@ -35,8 +35,6 @@ class PlannerOptions:
     seed: int = SEED
     memory_margin: float = MEMORY_MARGIN
     """Part of the device's memory that stays free, for rules that say no more than that it must fit."""
-    switches_H: tuple[tuple[int, ...], ...] = ()
-    """Declared switches above each host, topmost first, such as (pod, leaf); empty where none are declared."""
 
     def __post_init__(self) -> None:
         if self.capacity_bytes < 1 or not self.budget_s >= 0:

@@ -1,4 +1,4 @@
-"""Pipette's latency model and search (DATE 2024, arXiv 2405.18093), and the AMP model and search in its code.
+"""Pipette's latency model and search (DATE 2024, arXiv 2405.18093).
 
 Re-derived from strategy/merge4/llm_train_strategy_assignment_total_v3.py of yimjinkyu1/date2024_pipette@a2b0683. f and
 b are one forward and backward of one micro-batch on one stage, with the tensor-parallel collectives inside; here those
@@ -8,10 +8,10 @@ leftover micro-batches that vanish, no latency, no overlap, no optimizer.
 The search follows loops that are commented out there. pp divides the hosts and the layers, tp is a power of two
 within a host, the micro-batch is 1, 2, 4 or 8. Pipette drops what its memory estimate puts over 85 % of the device (61
 % on V100), anneals the order of the hosts for every candidate and takes the least of its latency model. Its network
-ships without weights, so the estimate is our own closed form; the AMP arm asks nothing of memory and maps nothing.
+ships without weights, so the estimate is our own closed form.
 """
 
-# R = pipelines of hosts, S = stages, N = hosts.
+# R = pipelines of hosts, S = stages, N = hosts, D = devices of one host.
 
 from __future__ import annotations
 
@@ -29,18 +29,15 @@ from benchmarks.rivals.pick import (
     divisors,
     ranked,
     tensor_sizes,
-    torchrun_order,
     variant,
 )
 from benchmarks.rivals.pipette_annealer import State, anneal
-from benchmarks.rivals.placers import in_host_order
 from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.model import ModelSpec
 
-AMP_NOTE = "AMP as in Pipette's code: tp, pp and micro-batch on nominal links; memory is not asked for."
 NOTE = "Pipette: tp, pp, micro-batch and an annealed order of hosts; memory by our closed form with its limits."
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 MEMORY_SHARES = {"V100": 20000 / 32768}
@@ -95,38 +92,6 @@ def pipette_s(
     return rounds * (stages * pass_s + transfer_s) + (stages - 1) * pass_s + data_parallel_s
 
 
-def amp_arm(*, stages: int, microbatches: int, forward_s: float, hop_s: float, data_parallel_s: float = 0.0) -> float:
-    """(n - 1)*3f + p*3f + 2(p - 1)*hop + T_DP: the pipeline's communication once.
-
-    Args:
-        stages: p.
-        microbatches: n.
-        forward_s: f, of one micro-batch on one stage.
-        hop_s: of one micro-batch's message between neighbours, one way.
-        data_parallel_s: T_DP.
-
-    """
-    return (microbatches + stages - 1) * 3 * forward_s + 2 * (stages - 1) * hop_s + data_parallel_s
-
-
-def nominal_seconds_per_byte(cluster: Cluster) -> tuple[float, float]:
-    """1 / bandwidth of the best link within a host and between hosts, as on a data sheet; 0 without a link."""
-    within = max(float(links.bandwidth_bytes_per_s.max()) for links in cluster.within_host)
-    between = float(cluster.between_hosts.bandwidth_bytes_per_s.max())
-    return 1 / within if within else 0.0, 1 / between if between else 0.0
-
-
-def amp_ranking(job: Job, measurements: Measurements, options: PlannerOptions) -> tuple[Pick, ...]:
-    """List the configurations of the AMP arm, fastest first by its model, in torchrun's order.
-
-    Raises:
-        PlanError: nothing divides, or nothing was measured.
-
-    """
-    del options
-    return ranked("AMP", _amp_picks(job, measurements), nothing="no pp divides hosts and layers")
-
-
 def ranking(job: Job, measurements: Measurements, options: PlannerOptions) -> tuple[Pick, ...]:
     """List Pipette's configurations with their mappings, fastest first by its model.
 
@@ -159,38 +124,10 @@ def space(job: Job, measurements: Measurements) -> Iterator[Layout]:
 
 def placement_of(state_RS: State, devices_per_host: int) -> Placement:
     """Return the RANK of each slot: host state[row][stage] takes the ranks of stock host stage*R + row."""
-    return in_host_order(state_RS.T.ravel().tolist(), devices_per_host)
-
-
-def amp_arm_of(job: Job, layout: Layout, cluster: Cluster, forward_s: float) -> float:
-    """Seconds per step by the AMP in Pipette's code: backward = 2f, nominal links, one flat ring.
-
-    Args:
-        job: the model and batch.
-        layout: even stages.
-        cluster: nominal bandwidths come from its best link between hosts and its best link within a host.
-        forward_s: of one micro-batch on the slowest stage.
-
-    """
-    messages = Messages.of(job.model, layout)
-    within, between = nominal_seconds_per_byte(cluster)
-    is_one_host = len(cluster.hosts) == 1
-    ring = 2 * (layout.dp - 1) / layout.dp * messages.data_parallel
-    return amp_arm(
-        stages=layout.pp,
-        microbatches=layout.num_microbatches(job.batch.global_batch_size),
-        forward_s=forward_s,
-        hop_s=messages.pipeline * (within if is_one_host else between),
-        data_parallel_s=ring * (within if is_one_host else max(within, between)),
-    )
-
-
-def _amp_picks(job: Job, measurements: Measurements) -> Iterator[Pick]:
-    prices = UnitPrices(job, measurements)
-    for layout in space(job, measurements):
-        forward, _ = prices.in_torchrun_order(layout).stages_s(layout.stage_layers(job.model.num_layers))
-        seconds = amp_arm_of(job, layout, measurements.cluster, float(forward.max()))
-        yield Pick(layout=layout, placement=torchrun_order(layout.world_size), claimed_s=seconds, note=AMP_NOTE)
+    order = state_RS.T.ravel()
+    rank_ND = np.empty((order.size, devices_per_host), dtype=np.int64)
+    rank_ND[order] = np.arange(rank_ND.size).reshape(rank_ND.shape)
+    return tuple(rank_ND.ravel().tolist())
 
 
 def _picks(job: Job, measurements: Measurements, options: PlannerOptions) -> Iterator[Pick]:

@@ -18,27 +18,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.rivals.inputs import UnitPrices, slot_of_rank
-from benchmarks.rivals.pick import Pick, Placement, PlannerOptions, Ranking, divisors, ranked, variant
+from benchmarks.rivals.pick import Pick, Placement, PlannerOptions, divisors, ranked, variant
 from benchmarks.rivals.varuna_schedule import PipelineTimes, makespan_s
 from pipette_launch.cost.communication.collectives import Fabric
 from pipette_launch.cost.communication.exchanges import Groups
 from pipette_launch.cost.layers import ends, kinds
 from pipette_launch.cost.layers.block import residual_bytes
 from pipette_launch.cost.layers.parameters import gradient_bytes_per_parameter, optimizer_bytes, stage_parameters
-from pipette_launch.cost.pipeline.engine import StageTimes, engine_of
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import NO_RECOMPUTE, Cell, Layout, Recompute
 from pipette_launch.facts.measurements import Measurements
 
-Priority = Literal["varuna", "1f1b"]
 NOTE = "Varuna: pp and the largest micro-batch that its check lets in, with full recompute and without tp."
 FULL = Recompute(granularity="full", method="uniform", num_layers=1)
 
@@ -53,13 +50,12 @@ class VarunaPrices:
         self._fabric = Fabric(measurements.cluster, measurements.collectives)
         self._sends = _mean_sends(measurements.cluster)
 
-    def step_time_s(self, layout: Layout, placement: Sequence[int] | None, *, priority: Priority = "varuna") -> float:
+    def step_time_s(self, layout: Layout, placement: Sequence[int] | None) -> float:
         """Predict seconds per step as Varuna does.
 
         Args:
             layout: pp, dp and micro-batch; recompute is always on.
             placement: RANK of each slot; None = torchrun's own.
-            priority: of passes: Varuna's own order, or Megatron's 1F1B with full recompute.
 
         """
         job = self._job
@@ -71,10 +67,9 @@ class VarunaPrices:
         )
         host_DP = self._fabric.host_S[slot_W[groups.grid_PDCT].reshape(layout.pp, layout.dp).T]
         microbatches = layout.num_microbatches(job.batch.global_batch_size)
-        simulate = makespan_s if priority == "varuna" else _one_forward_one_backward_s
         passes = {"forward_s": tuple(forward.tolist()), "backward_s": tuple(backward.tolist())}
         pipeline_s = max(
-            simulate(PipelineTimes(**passes, hop_s=hops), microbatches) for hops in self._hops_s(layout, host_DP)
+            makespan_s(PipelineTimes(**passes, hop_s=hops), microbatches) for hops in self._hops_s(layout, host_DP)
         )
         return pipeline_s + float(self._fabric.seconds_G("all_reduce", slot_W[groups.dp_cp], gradient_bytes).max())
 
@@ -149,31 +144,16 @@ def _mean_sends(cluster: Cluster) -> tuple[tuple[float, float], tuple[float, flo
     return means(inside), means(outside)
 
 
-def _one_forward_one_backward_s(times: PipelineTimes, microbatches: int) -> float:
-    """Megatron's order: full recompute on every stage."""
-    again = [forward + backward for forward, backward in zip(times.forward_s, times.backward_s, strict=True)]
-    engine = engine_of(Layout(pp=len(again)), microbatches)
-    stages = StageTimes(
-        forward_s=times.forward_s, backward_s=tuple(again), forward_hop_s=times.hop_s, backward_hop_s=times.hop_s
-    )
-    return engine.timeline(stages).makespan_s
+def ranking(job: Job, measurements: Measurements, options: PlannerOptions) -> tuple[Pick, ...]:
+    """List Varuna's configurations, fastest first by its simulator.
 
-
-def ranking_by(priority: Priority, *, every_size: bool = False) -> Ranking:
-    """Make a ranking by Varuna's simulator.
-
-    Args:
-        priority: of passes: Varuna's own order (`varuna`), or Megatron's (`1f1b`), which is what runs in the end.
-        every_size: try every micro-batch that fits, which is kinder than its code: the largest one leaves few
-            micro-batches where the global batch is small.
+    Raises:
+        PlanError: without TP, one sample fits on no number of stages.
 
     """
-
-    def ranking(job: Job, measurements: Measurements, options: PlannerOptions) -> tuple[Pick, ...]:
-        picks = _picks(job, measurements, options, priority, every_size=every_size)
-        return ranked("Varuna", picks, nothing="without tp one sample fits on no number of stages")
-
-    return ranking
+    return ranked(
+        "Varuna", _picks(job, measurements, options), nothing="without tp one sample fits on no number of stages"
+    )
 
 
 def packed(layout: Layout) -> Placement:
@@ -183,17 +163,14 @@ def packed(layout: Layout) -> Placement:
     )
 
 
-def _picks(
-    job: Job, measurements: Measurements, options: PlannerOptions, priority: Priority, *, every_size: bool
-) -> Iterator[Pick]:
+def _picks(job: Job, measurements: Measurements, options: PlannerOptions) -> Iterator[Pick]:
     prices = VarunaPrices(job, measurements)
-    for layout in _space(job, measurements, options, every_size=every_size):
+    for layout in _space(job, measurements, options):
         placement = packed(layout)
-        seconds = prices.step_time_s(layout, placement, priority=priority)
-        yield Pick(layout=layout, placement=placement, claimed_s=seconds, note=NOTE)
+        yield Pick(layout=layout, placement=placement, claimed_s=prices.step_time_s(layout, placement), note=NOTE)
 
 
-def _space(job: Job, measurements: Measurements, options: PlannerOptions, *, every_size: bool) -> Iterator[Layout]:
+def _space(job: Job, measurements: Measurements, options: PlannerOptions) -> Iterator[Layout]:
     layers, batch = job.model.num_layers, job.batch.global_batch_size
     world = measurements.cluster.num_slots
     for pp in divisors(layers):
@@ -208,8 +185,7 @@ def _space(job: Job, measurements: Measurements, options: PlannerOptions, *, eve
             largest = largest_micro_batch(job, one, options.capacity_bytes)
         except PlanError:
             continue
-        fitting = [size for size in divisors(batch // dp) if size <= largest]
-        for size in fitting if every_size else fitting[-1:]:
-            layout = variant(job, measurements, tp=1, pp=pp, dp=dp, micro_batch_size=size, recompute=FULL)
-            if layout is not None:
-                yield layout
+        size = max(size for size in divisors(batch // dp) if size <= largest)
+        layout = variant(job, measurements, tp=1, pp=pp, dp=dp, micro_batch_size=size, recompute=FULL)
+        if layout is not None:
+            yield layout

@@ -5,16 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks.estimators import fujii
-from benchmarks.estimators.megatron_formula import megatron_formula_bytes
 from benchmarks.validation import (
-    baselines,
     golden,
     korthikanti,
     latency,
     left_out,
     logs,
-    nanotron,
     nvidia,
     ratchet,
     readme,
@@ -26,7 +22,6 @@ from benchmarks.validation.lines import Found, Section
 from benchmarks.validation.options import DEFAULT_FILES, GOLDEN_ARGS, GOLDEN_ROWS, Options, parse
 from benchmarks.validation.show import Report, as_json, markdown, print_report
 from pipette_launch.errors import PipetteError
-from pipette_launch.facts import Job
 from pipette_launch.facts.known_devices import device_named
 
 TITLE = "Predicted against measured"
@@ -74,14 +69,11 @@ def golden_section(options: Options) -> Section:
     if "abstract" in options.methods:
         with Abstract(options.cache) as executed:
             found += golden.run(data, "abstract execution", executed.last_stage, sample=options.sample)
-    if options.baselines:
-        found += baselines.run(data, seed=options.seed)
-    return golden.section(data, files.rows.name, found, baselines.NOTES if options.baselines else ())
+    return golden.section(data, files.rows.name, found)
 
 
 def logs_section(options: Options) -> Section:
     """Memory of every stage in public logs."""
-    memories = {"Megatron formula": _formula, "Fujii 2024": _fujii} if options.baselines else {}
     path = options.files["logs"]
     with Abstract(options.cache) as executed:
         methods: dict[str, logs.StageMemory] = {}
@@ -89,13 +81,13 @@ def logs_section(options: Options) -> Section:
             methods["closed form"] = logs.closed_form
         if "abstract" in options.methods:
             methods["abstract execution"] = logs.by_execution(executed)
-        return logs.section(path, methods, step_times(options), memories)
+        return logs.section(path, methods, latency.pipette)
 
 
 def korthikanti_section(options: Options) -> Section:
     """Iteration times of large models."""
     device = device_named(vtrain.DEVICE)
-    return korthikanti.section(options.files["korthikanti"], device, step_times(options))
+    return korthikanti.section(options.files["korthikanti"], device, latency.pipette)
 
 
 def vtrain_section(options: Options) -> Section:
@@ -105,45 +97,20 @@ def vtrain_section(options: Options) -> Section:
     return vtrain.section(
         path,
         device_named(vtrain.DEVICE),
-        latency.BASELINES if options.baselines else {},
         fraction=options.fraction,
         seed=options.seed,
         development=None if path == development else development,
     )
 
 
-def nanotron_section(options: Options) -> Section:
-    """Ranking of layouts and memory decisions on the nanotron sweep."""
-    device = device_named(nanotron.DEVICE)
-    ours = nanotron.MemoryModel(estimate=lambda job: nanotron.device_peak_bytes(job, device))
-    memories = {"closed form + overheads": ours}
-    if options.baselines:
-        memories["Megatron formula"] = nanotron.MemoryModel(estimate=_formula)
-        memories["Fujii 2024 + 80 % rule"] = nanotron.MemoryModel(estimate=_fujii, share=fujii.SAFE_SHARE)
-    return nanotron.section(options.files["nanotron"], device, step_times(options), memories)
-
-
 def readme_section(options: Options) -> Section:
     """Step times of GPTs from 1.7B to 462B on H100."""
-    return readme.section(options.files["readme"], device_named(readme.DEVICE), step_times(options))
+    return readme.section(options.files["readme"], device_named(readme.DEVICE), latency.pipette)
 
 
 def nvidia_section(options: Options) -> Section:
-    """Step times of NVIDIA's tuned recipes, dense and MoE, by ours alone: the baselines know no experts."""
-    return nvidia.section(options.files["nvidia"], {"pipette": latency.OURS})
-
-
-def step_times(options: Options) -> dict[str, latency.StepTime]:
-    """Our latency model and the baselines."""
-    return {"pipette": latency.OURS, **(latency.BASELINES if options.baselines else {})}
-
-
-def _formula(job: Job) -> int:
-    return megatron_formula_bytes(job, job.own)
-
-
-def _fujii(job: Job) -> int:
-    return fujii.estimate_bytes(job, job.own)
+    """Step times of NVIDIA's tuned recipes, dense and MoE."""
+    return nvidia.section(options.files["nvidia"], latency.pipette)
 
 
 SECTIONS: dict[str, Callable[[Options], Section]] = {
@@ -151,7 +118,6 @@ SECTIONS: dict[str, Callable[[Options], Section]] = {
     "logs": logs_section,
     "korthikanti": korthikanti_section,
     "vtrain": vtrain_section,
-    "nanotron": nanotron_section,
     "readme": readme_section,
     "nvidia": nvidia_section,
 }

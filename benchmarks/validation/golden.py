@@ -19,13 +19,12 @@ from benchmarks.validation.golden_score import (
     families_of,
     is_hybrid,
     score,
-    score_peak_only,
     skipped_by_group,
 )
 from benchmarks.validation.lines import Found, Section, counted
 from benchmarks.validation.workspace import FITTED
 from pipette_launch.cost.memory.peak import peak_memory_bytes
-from pipette_launch.errors import PipetteError, PlanError
+from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
 
 Estimator = Callable[[Job], Estimate]
@@ -125,23 +124,7 @@ def run(golden: Golden, method: str, estimator: Estimator, *, sample: int | None
     )
 
 
-def run_baseline(golden: Golden, method: str, estimator: Estimator) -> Found:
-    """Score a method that predicts the peak. Returns lines and jobs that it rejected."""
-
-    def of_transformers(job: Job) -> Estimate:
-        """Baselines would count a hybrid model as a transformer."""
-        if is_hybrid(job):
-            raise PlanError("hybrid models are not modelled")
-        return estimator(job)
-
-    scored, refused = _estimate(golden.given, of_transformers)
-    return Found(
-        lines=tuple(score_peak_only(method, scored, _skipped(refused))),
-        skipped=tuple((f"{method}: {reason}", _row_name(item)) for item, reason in refused),
-    )
-
-
-def section(golden: Golden, name: str, found: Found, notes: Sequence[str] = ()) -> Section:
+def section(golden: Golden, name: str, found: Found) -> Section:
     """Everything that was found on the golden data."""
     layouts = len(golden.given)
     counts = (
@@ -153,7 +136,7 @@ def section(golden: Golden, name: str, found: Found, notes: Sequence[str] = ()) 
         source=f"{name} ({golden.data.digest})",
         lines=found.lines,
         skipped=(*golden.skipped, *found.skipped),
-        notes=(counts, *NOTES, *notes, *golden.notes),
+        notes=(counts, *NOTES, *golden.notes),
         details=found.details,
     )
 

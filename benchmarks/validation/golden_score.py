@@ -166,15 +166,6 @@ def score(
     return lines
 
 
-def score_peak_only(method: str, given: Sequence[Scored], skipped: Mapping[str, int]) -> list[Line]:
-    """Lines of a method that is taken as it is: a baseline."""
-    lines = []
-    for group, members in _groups(given):
-        chosen = [(given[place], given[place].estimate) for place in members]
-        lines += _lines(group, method, chosen, skipped.get(group, 0), with_static=False)
-    return lines
-
-
 def skipped_by_group(jobs: Iterable[Job]) -> dict[str, int]:
     """Number of jobs that each group lacks because the method rejected them."""
     kept = list(jobs)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.validation.latency import Machines, StepTime, hosts_of
+from benchmarks.validation.latency import METHOD, Machines, StepTime, hosts_of
 from benchmarks.validation.lines import Line, Section
 from benchmarks.validation.scores import errors
 from benchmarks.validation.shapes import job_of
@@ -43,24 +43,23 @@ NOTES = (
 )
 
 
-def section(path: Path, device: DeviceSpec, step_times: Mapping[str, StepTime]) -> Section:
+def section(path: Path, device: DeviceSpec, step_time: StepTime) -> Section:
     """Score iteration times, and compare first-stage memory with the paper's formula."""
     table = read_table(path, COLUMNS)
     lines: list[Line] = []
     skipped: list[tuple[str, str]] = []
-    for name, model in step_times.items():
-        for group, column, flags in (
-            ("full recompute", "tab5_iter_full_s", FULL),
-            ("SP + selective", "tab5_iter_seqsel_s", SELECTIVE),
-        ):
-            pairs = []
-            for row in table.rows:
-                answer = _seconds(row, flags, model, device)
-                if isinstance(answer, str):
-                    skipped.append((f"{name}: {answer}", f"{row['model']}, {group}"))
-                else:
-                    pairs.append((answer, row[column]))
-            lines.append(_line(group, name, "step time", pairs, len(table.rows) - len(pairs)))
+    for group, column, flags in (
+        ("full recompute", "tab5_iter_full_s", FULL),
+        ("SP + selective", "tab5_iter_seqsel_s", SELECTIVE),
+    ):
+        pairs = []
+        for row in table.rows:
+            answer = _seconds(row, flags, step_time, device)
+            if isinstance(answer, str):
+                skipped.append((f"{METHOD}: {answer}", f"{row['model']}, {group}"))
+            else:
+                pairs.append((answer, row[column]))
+        lines.append(_line(group, METHOD, "step time", pairs, len(table.rows) - len(pairs)))
     formula, refused = _formula_lines(table.rows)
     return Section(
         data=DATA,
@@ -92,11 +91,11 @@ def job_of_row(row: Row, flags: Mapping[str, Any]) -> Job:
     return job_of({**degrees, **flags}, world_size=row["gpus"], device_name="A100")
 
 
-def _seconds(row: Row, flags: Mapping[str, Any], model: StepTime, device: DeviceSpec) -> float | str:
+def _seconds(row: Row, flags: Mapping[str, Any], step_time: StepTime, device: DeviceSpec) -> float | str:
     num_hosts, per_host = hosts_of(row["gpus"], DEVICES_PER_HOST)
     try:
         machines = Machines(device=device, num_hosts=num_hosts, devices_per_host=per_host)
-        return model(job_of_row(row, flags), machines)
+        return step_time(job_of_row(row, flags), machines)
     except PipetteError as error:
         return str(error).split(";")[0][:100]
 

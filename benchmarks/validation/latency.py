@@ -1,11 +1,10 @@
-"""Step times of jobs on machines of a known type: every latency model behind one signature."""
+"""Step times of jobs on machines of a known type."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.estimators import step_times
 from benchmarks.validation.case_factors import CaseFactor, with_factors
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.cost.step.predictor import Predictor
@@ -42,40 +41,14 @@ def measurements(job: Job, machines: Machines) -> Measurements:
     return with_factors(modelled, job.model, machines.factors)
 
 
+METHOD = "pipette"
+"""Name of our predictor in lines of the table."""
+
+
 def pipette(job: Job, machines: Machines) -> float:
     """Seconds by the product's own predictor."""
     predictor = Predictor(job, measurements(job, machines))
     return predictor.step_time(job.own, range(job.own.world_size)).total_s
-
-
-def amp_arm(job: Job, machines: Machines) -> float:
-    """Seconds by the AMP of Pipette's code."""
-    return step_times.amp_arm_s(job, job.own, measurements(job, machines))
-
-
-def pipette_paper(job: Job, machines: Machines) -> float:
-    """Seconds by the latency model of the Pipette paper."""
-    return step_times.pipette_s(job, job.own, measurements(job, machines))
-
-
-def amp_original(job: Job, machines: Machines) -> float:
-    """Seconds by AMP's own cost model."""
-    return step_times.amp_s(job, job.own, measurements(job, machines))
-
-
-def varuna_simulator(job: Job, machines: Machines) -> float:
-    """Seconds by Varuna's simulator."""
-    return step_times.varuna_s(job, job.own, measurements(job, machines))
-
-
-OURS: StepTime = pipette
-BASELINES: dict[str, StepTime] = {
-    "AMP": amp_original,
-    "AMP of Pipette's code": amp_arm,
-    "Pipette (DATE 2024)": pipette_paper,
-    "Varuna": varuna_simulator,
-}
-"""Latency models of others, on the same imagined measurements as ours."""
 
 
 def hosts_of(world_size: int, devices_per_host: int) -> tuple[int, int]:

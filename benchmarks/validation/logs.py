@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.validation.abstract import Abstract
-from benchmarks.validation.latency import Machines, StepTime, device_of, hosts_of
-from benchmarks.validation.lines import Line, Section
+from benchmarks.validation.latency import METHOD, Machines, StepTime, device_of, hosts_of
+from benchmarks.validation.lines import Line, Section, step_time_line
 from benchmarks.validation.scores import errors
 from benchmarks.validation.shapes import job_of
 from benchmarks.validation.tables import Row, number, one_of, optional, read_table, size, text, whole, word
@@ -79,16 +79,14 @@ StageMemory = Callable[[Stage], tuple[float, float]]
 def section(
     path: Path,
     methods: Mapping[str, StageMemory],
-    step_times: Mapping[str, StepTime],
-    memories: Mapping[str, Callable[[Job], int]],
+    step_time: StepTime,
 ) -> Section:
     """Score memory of every stage, and step times where a log has them.
 
     Args:
         path: the log lines.
         methods: our own, by name, that predict every stage.
-        step_times: latency models by name.
-        memories: baselines that give one peak for all stages, by name.
+        step_time: latency model.
 
     """
     table = read_table(path, COLUMNS)
@@ -107,13 +105,11 @@ def section(
         lines += _memory_lines(f"{name}, {STATED}", answers, len(refused))
         details += [_detail(name, *answer) for answer in answers]
     lines += _reserve_lines(stages)
-    for name, memory in memories.items():
-        lines += _baseline_lines(name, memory, stages)
-    timed, missing = _time_lines(stages, step_times)
+    timed, missing = _time_line(stages, step_time)
     return Section(
         data=DATA,
         source=f"{path.name} ({table.digest})",
-        lines=(*lines, *timed),
+        lines=(*lines, timed),
         skipped=(*skipped, *missing),
         notes=(f"{len(table.rows)} rows", *NOTES),
         details=tuple(details),
@@ -305,41 +301,24 @@ def _detail(method: str, stage: Stage, peak: float, static: float) -> str:
     )
 
 
-def _baseline_lines(name: str, memory: Callable[[Job], int], stages: Sequence[Stage]) -> list[Line]:
-    """One peak of a baseline, which is meant for the fullest stage, against the fullest stage of each run."""
-    runs: dict[Job, float] = {}
-    for stage in stages:
-        runs[stage.job] = max(runs.get(stage.job, 0.0), stage.row["max_allocated_MB"] or 0.0)
-    pairs = [(memory(job) / MIB, measured) for job, measured in runs.items() if measured]
-    scores = errors([one for one, _ in pairs], [other for _, other in pairs])
-    return [Line(data=DATA, group="fullest stage", method=name, quantity="peak", scored=len(pairs), errors=scores)]
-
-
-def _time_lines(
-    stages: Sequence[Stage], step_times: Mapping[str, StepTime]
-) -> tuple[list[Line], list[tuple[str, str]]]:
-    """One line for each latency model over the runs that print an iteration time; a run counts once."""
+def _time_line(stages: Sequence[Stage], step_time: StepTime) -> tuple[Line, list[tuple[str, str]]]:
+    """Return a line over the runs that print an iteration time, each counted once, and the runs that it lacks."""
     runs = {(stage.job, stage.row["hardware"]): stage for stage in stages if stage.row["iter_ms"]}
-    lines, skipped = [], []
-    for name, model in step_times.items():
-        pairs = []
-        for stage in runs.values():
-            answer = _seconds(stage, model)
-            if isinstance(answer, str):
-                skipped.append((f"{name}: {answer}", stage.name))
-            else:
-                pairs.append((answer, stage.row["iter_ms"] / 1e3))
-        scores = errors([one for one, _ in pairs], [other for _, other in pairs])
-        lines.append(Line(data=DATA, group="iteration time", method=name, quantity="step time", scored=len(pairs),
-                          skipped=len(runs) - len(pairs), errors=scores))  # fmt: skip
-    return lines, skipped
+    pairs, skipped = [], []
+    for stage in runs.values():
+        answer = _seconds(stage, step_time)
+        if isinstance(answer, str):
+            skipped.append((f"{METHOD}: {answer}", stage.name))
+        else:
+            pairs.append((answer, stage.row["iter_ms"] / 1e3))
+    return step_time_line(DATA, "iteration time", METHOD, pairs, skipped=len(skipped)), skipped
 
 
-def _seconds(stage: Stage, model: StepTime) -> float | str:
+def _seconds(stage: Stage, step_time: StepTime) -> float | str:
     if stage.device is None:
         return f"no figures of {stage.row['hardware']}"
     num_hosts, per_host = hosts_of(stage.row["gpus"], 8)
     try:
-        return model(stage.job, Machines(device=stage.device, num_hosts=num_hosts, devices_per_host=per_host))
+        return step_time(stage.job, Machines(device=stage.device, num_hosts=num_hosts, devices_per_host=per_host))
     except PipetteError as error:
         return str(error).split(";")[0][:100]

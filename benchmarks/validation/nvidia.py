@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.validation.latency import Machines, StepTime, hosts_of
+from benchmarks.validation.latency import METHOD, Machines, StepTime, hosts_of
 from benchmarks.validation.lines import Found, Section, step_time_line
 from benchmarks.validation.nvidia_rows import (
     PRECISIONS,
@@ -47,14 +47,11 @@ NOTES = (
 )
 
 
-def section(path: Path, step_times: Mapping[str, StepTime]) -> Section:
+def section(path: Path, step_time: StepTime) -> Section:
     """Score step times of every row that can be priced; groups are dense, MoE, hybrid, each precision and system."""
     table = read_rows(path)
     shapes = read_shapes(SHAPES)
-    found = Found()
-    for name, model in step_times.items():
-        found += _scored(table.rows, shapes, name, model)
-    return found.section(DATA, f"{path.name} ({table.digest})", NOTES)
+    return _scored(table.rows, shapes, step_time).section(DATA, f"{path.name} ({table.digest})", NOTES)
 
 
 def refusal(row: Row, shapes: Mapping[str, Row], *, needs_time: bool = True) -> str:
@@ -83,29 +80,29 @@ def kind_of(shape: Row) -> str:
     return "hybrid" if is_hybrid(shape) else "experts" if shape["experts"] else "dense"
 
 
-def _scored(rows: Sequence[Row], shapes: Mapping[str, Row], name: str, model: StepTime) -> Found:
+def _scored(rows: Sequence[Row], shapes: Mapping[str, Row], step_time: StepTime) -> Found:
     groups: dict[str, list[tuple[float, float]]] = {}
     details, skipped = [], []
     for row in rows:
         measured, refused = measured_s(row), refusal(row, shapes)
         try:
-            seconds = 0.0 if refused else model(*run_of(row, shapes[row["model"]]))
+            seconds = 0.0 if refused else step_time(*run_of(row, shapes[row["model"]]))
         except PipetteError as error:
             refused = str(error).split(";")[0][:100]
         if refused or measured is None:
-            skipped.append((f"{name}: {refused}", f"line {row.line}, {row['model']} on {row['system']}"))
+            skipped.append((f"{METHOD}: {refused}", f"line {row.line}, {row['model']} on {row['system']}"))
             continue
         kind = kind_of(shapes[row["model"]]).replace("experts", "MoE")
         for group in ("all", kind, f"{kind}, {row['precision']}", f"{kind}, {row['system']}"):
             groups.setdefault(group, []).append((seconds, measured))
         tokens = row["gbs"] * row["seq"] / row["gpus"]
         details.append(
-            f"{name}: line {row.line} {row['model']} on {row['gpus']} {row['system']}, {row['precision']}, "
+            f"{METHOD}: line {row.line} {row['model']} on {row['gpus']} {row['system']}, {row['precision']}, "
             f"{row['release']}: {seconds:.3f} s predicted, {measured:.3f} s measured ({seconds / measured - 1:+.1%}); "
             f"{tokens / seconds:.0f} and {tokens / measured:.0f} tokens/s a GPU"
         )
     lines = [
-        step_time_line(DATA, group, name, pairs, skipped=len(skipped) if group == "all" else 0)
+        step_time_line(DATA, group, METHOD, pairs, skipped=len(skipped) if group == "all" else 0)
         for group, pairs in sorted(groups.items())
     ]
     return Found(lines=tuple(lines), skipped=tuple(skipped), details=tuple(details))

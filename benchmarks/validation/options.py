@@ -12,13 +12,12 @@ from pipette_launch.errors import UsageError
 FOLDER = Path(__file__).parent.parent
 DATA = FOLDER / "data"
 GOLDEN_ROWS, GOLDEN_ARGS = DATA / "megatron_golden_dev.csv", DATA / "megatron_golden_dev_args.jsonl"
-DATA_SETS = ("golden", "logs", "korthikanti", "vtrain", "nanotron", "readme", "nvidia")
+DATA_SETS = ("golden", "logs", "korthikanti", "vtrain", "readme", "nvidia")
 DEFAULT_FILES = {
     "golden": GOLDEN_ROWS,
     "logs": DATA / "public_logs_dev.csv",
     "korthikanti": DATA / "korthikanti2022.csv",
     "vtrain": DATA / "vtrain_single.csv",
-    "nanotron": DATA / "nanotron_dev.csv",
     "readme": DATA / "megatron_readme_2024.csv",
     "nvidia": DATA / "nvidia_perf_dev.csv",
 }
@@ -33,7 +32,6 @@ class Options:
     args: Path
     """Flags of the golden file."""
     methods: tuple[str, ...]
-    baselines: bool
     cache: Path | None
     sample: int | None
     """Layouts that abstract execution runs; None = all."""
@@ -67,7 +65,6 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         files={name: named.get(name, DEFAULT_FILES[name]) for name in DATA_SETS if name in names},
         args=given.args or GOLDEN_ARGS,
         methods=("closed", "abstract") if given.method == "both" else (given.method,),
-        baselines=not given.no_baselines,
         cache=given.cache,
         sample=given.sample,
         fraction=given.vtrain_fraction,
@@ -90,7 +87,6 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--golden", type=Path, metavar="CSV", help="golden values of Megatron-LM; needs --args")
     add("--args", type=Path, metavar="JSONL", help="the flags behind the golden file's args_key")
-    add("--nanotron", type=Path, metavar="CSV", help="sweep of the nanotron trainer")
     add("--vtrain", type=Path, metavar="CSV", help="iteration times of vTrain, any number of GPUs")
     add("--logs", type=Path, metavar="CSV", help="memory lines of public Megatron-LM logs")
     add("--korthikanti", type=Path, metavar="CSV", help="Korthikanti et al. 2022, iteration times and formula values")
@@ -99,7 +95,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", choices=DATA_SETS, help="score these data sets only")
     add("--method", choices=("closed", "abstract", "both"), default="closed", help="memory: closed form (default) or "
         "abstract execution")  # fmt: skip
-    add("--no-baselines", action="store_true", help="leave the baselines out")
     add("--cache", type=Path, metavar="DIR", help="keeps the answers of abstract execution")
     add("--sample", type=int, metavar="N", help="abstract execution runs N layouts, drawn by a digest")
     add("--vtrain-fraction", type=float, default=0.1, metavar="F", help="share of vTrain's rows to fit on (0.1)")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.validation import golden, korthikanti, latency, logs, nanotron, nvidia, readme, vtrain
+from benchmarks.validation import golden, korthikanti, latency, logs, nvidia, readme, vtrain
 from benchmarks.validation.abstract import Abstract
 from benchmarks.validation.lines import Line
 from benchmarks.validation.options import DEFAULT_FILES, FOLDER, GOLDEN_ARGS, GOLDEN_ROWS
@@ -34,20 +34,13 @@ def fast_lines() -> tuple[Line, ...]:
     """Everything that the closed form and the latency model give in seconds."""
     files = golden.Files(rows=GOLDEN_ROWS, args=GOLDEN_ARGS)
     found = golden.run(golden.read(files, files), "closed form", golden.closed_form)
-    times = {"pipette": latency.OURS}
-    a100, h100 = device_named(vtrain.DEVICE), device_named(nanotron.DEVICE)
+    a100 = device_named(vtrain.DEVICE)
     sections = (
-        logs.section(DEFAULT_FILES["logs"], {"closed form": logs.closed_form}, times, {}),
-        korthikanti.section(DEFAULT_FILES["korthikanti"], a100, times),
-        nanotron.section(
-            DEFAULT_FILES["nanotron"],
-            h100,
-            times,
-            {"closed form": nanotron.MemoryModel(estimate=lambda job: nanotron.device_peak_bytes(job, h100))},
-        ),
-        readme.section(DEFAULT_FILES["readme"], device_named(readme.DEVICE), times),
-        nvidia.section(DEFAULT_FILES["nvidia"], times),
-        vtrain.section(DEFAULT_FILES["vtrain"], a100, {}, fraction=0.1, seed=0, every=VTRAIN_EVERY),
+        logs.section(DEFAULT_FILES["logs"], {"closed form": logs.closed_form}, latency.pipette),
+        korthikanti.section(DEFAULT_FILES["korthikanti"], a100, latency.pipette),
+        readme.section(DEFAULT_FILES["readme"], device_named(readme.DEVICE), latency.pipette),
+        nvidia.section(DEFAULT_FILES["nvidia"], latency.pipette),
+        vtrain.section(DEFAULT_FILES["vtrain"], a100, fraction=0.1, seed=0, every=VTRAIN_EVERY),
     )
     return (*found.lines, *(line for section in sections for line in section.lines))
 

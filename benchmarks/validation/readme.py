@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.validation.latency import Machines, StepTime, hosts_of
+from benchmarks.validation.latency import METHOD, Machines, StepTime, hosts_of
 from benchmarks.validation.lines import Found, Line, Section, step_time_line
-from benchmarks.validation.nanotron import device_peak_bytes
 from benchmarks.validation.shapes import job_of
 from benchmarks.validation.tables import Row, number, read_table, size, word
+from pipette_launch.cost.memory.overhead import overhead_of
+from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
 from pipette_launch.facts.accelerators import DeviceSpec
@@ -63,28 +64,26 @@ class Reading:
     """Changes to the flags of `job_flags`."""
 
 
-OWN = Reading(group="micro-batch 1", micro_batches=(1,))
 READINGS = (
-    OWN,
+    Reading(group="micro-batch 1", micro_batches=(1,)),
     Reading(group="fastest micro-batch", micro_batches=MICRO_BATCHES),
     Reading(group="micro-batch 1, gathers not overlapped", micro_batches=(1,), flags={"overlap-param-gather": False}),
 )
 
 
-def section(path: Path, device: DeviceSpec, step_times: Mapping[str, StepTime]) -> Section:
-    """Score step times: our model under every reading of the table, baselines with micro-batches of 1.
+def section(path: Path, device: DeviceSpec, step_time: StepTime) -> Section:
+    """Score step times under every reading of the table.
 
     Args:
         path: the table.
         device: device of the machines.
-        step_times: latency models by name; the first is ours.
+        step_time: latency model.
 
     """
     table = read_table(path, COLUMNS)
     found = Found()
-    for place, (name, model) in enumerate(step_times.items()):
-        for reading in READINGS if place == 0 else (OWN,):
-            found += _scored(table.rows, name, model, device, reading)
+    for reading in READINGS:
+        found += _scored(table.rows, step_time, device, reading)
     return found.section(DATA, f"{path.name} ({table.digest})", NOTES)
 
 
@@ -125,31 +124,38 @@ def job_flags(row: Row, micro_batch_size: int) -> dict[str, Any]:
     return flags
 
 
-def _scored(rows: Sequence[Row], name: str, model: StepTime, device: DeviceSpec, reading: Reading) -> Found:
+def _scored(rows: Sequence[Row], step_time: StepTime, device: DeviceSpec, reading: Reading) -> Found:
     """One line for all rows, one for those with a pipeline; and each prediction."""
     answers: list[tuple[Row, float]] = []
     details, skipped = [], []
     for row in rows:
-        times, refused = _times(row, model, device, reading)
+        times, refused = _times(row, step_time, device, reading)
         if not times:
-            skipped.append((f"{name}: {refused}", f"{row['model']}, {reading.group}"))
+            skipped.append((f"{METHOD}: {refused}", f"{row['model']}, {reading.group}"))
             continue
         chosen = min(times, key=lambda micro_batch: times[micro_batch])
         answers.append((row, times[chosen]))
-        details.append(f"{name}, {reading.group}: {_words(row, chosen, times[chosen])}")
+        details.append(f"{METHOD}, {reading.group}: {_words(row, chosen, times[chosen])}")
     piped = [(row, seconds) for row, seconds in answers if row["pp"] > 1]
-    lines = [_line(reading.group, name, answers, skipped=len(skipped))]
+    lines = [_line(reading.group, answers, skipped=len(skipped))]
     if piped:
-        lines.append(_line(f"{reading.group}, pp > 1", name, piped, skipped=0))
+        lines.append(_line(f"{reading.group}, pp > 1", piped, skipped=0))
     return Found(lines=tuple(lines), skipped=tuple(skipped), details=tuple(details))
 
 
-def _line(group: str, method: str, answers: Sequence[tuple[Row, float]], *, skipped: int) -> Line:
+def _line(group: str, answers: Sequence[tuple[Row, float]], *, skipped: int) -> Line:
     pairs = [(seconds, measured_s(row)) for row, seconds in answers]
-    return step_time_line(DATA, group, method, pairs, skipped=skipped)
+    return step_time_line(DATA, group, METHOD, pairs, skipped=skipped)
 
 
-def _times(row: Row, model: StepTime, device: DeviceSpec, reading: Reading) -> tuple[dict[int, float], str]:
+def device_peak_bytes(job: Job, device: DeviceSpec) -> float:
+    """Bytes of the fullest stage by the closed form, with the product's stated overheads."""
+    stages = peak_memory_bytes(job, job.own)
+    overhead = overhead_of(job, job.own, device_kind="cuda", device_name=device.name)
+    return max(overhead.device_peak_bytes(stage.total) for stage in stages)
+
+
+def _times(row: Row, step_time: StepTime, device: DeviceSpec, reading: Reading) -> tuple[dict[int, float], str]:
     """Seconds by micro-batch size (only sizes that fit, if any does), and why the last size has no time."""
     num_hosts, per_host = hosts_of(row["gpus"], DEVICES_PER_HOST)
     machines = Machines(device=device, num_hosts=num_hosts, devices_per_host=per_host)
@@ -163,7 +169,7 @@ def _times(row: Row, model: StepTime, device: DeviceSpec, reading: Reading) -> t
             refused = "does not fit"
             continue
         try:
-            times[micro_batch] = model(job, machines)
+            times[micro_batch] = step_time(job, machines)
         except PipetteError as error:
             refused = str(error).split(";")[0][:100]
     return times, refused

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,6 @@ def read(path: Path, every: int = 1) -> tuple[str, tuple[Sample, ...], tuple[tup
 def section(
     path: Path,
     device: DeviceSpec,
-    baselines: Mapping[str, StepTime],
     *,
     fraction: float,
     seed: int,
@@ -118,7 +117,6 @@ def section(
     Args:
         path: the measurements.
         device: built-in figures to start from.
-        baselines: latency models of others by name.
         fraction: share of the rows that may be fitted to.
         seed: of the draw.
         development: other measurements; where given, a fit to a fraction of them alone is scored on all rows of `path`.
@@ -144,9 +142,6 @@ def section(
         rest = [sample for place, sample in enumerate(samples) if place not in chosen]
         shares.append(f"{name} {len(chosen) / len(samples):.1%}")
         _add(lines, left_out, _scored(rest, f"pipette, fitted to {name}", pipette, machines))
-        if name == "drawn rows":
-            for other, model in baselines.items():
-                _add(lines, left_out, _scored(rest, other, model, machines))
     counts = f"{len(samples)} rows read, {len({sample.stratum for sample in samples})} strata, seed {seed}; fitted to: "
     counts += ", ".join(shares) or "nothing, there are too few rows"
     return Section(

@@ -283,7 +283,6 @@ def test_the_command_scores_a_file_of_ones_own(tmp_path: Path, capsys: pytest.Ca
             "--json",
             str(tmp_path / "out.json"),
             "--verbose",
-            "--no-baselines",
         ]
     )
 

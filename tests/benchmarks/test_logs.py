@@ -79,7 +79,7 @@ def test_what_a_row_says_is_taken(tmp_path: Path) -> None:
 )
 def test_what_a_row_does_not_say_is_a_reason(tmp_path: Path, row: dict[str, str], reason: str) -> None:
     """Counted, never guessed."""
-    found = logs.section(file(tmp_path, row), {}, {}, {})
+    found = logs.section(file(tmp_path, row), {}, pipette)
 
     assert [(reason, "line 2: GPT 1B")] == list(found.skipped)
 
@@ -95,7 +95,7 @@ def test_a_release_that_is_named_counts() -> None:
 def test_a_bad_number_is_an_error(tmp_path: Path) -> None:
     """With file, line and column."""
     with pytest.raises(DataError, match="line 2, column gbs: '-8' is not a number"):
-        logs.section(file(tmp_path, {"gbs": "-8"}), {}, {}, {})
+        logs.section(file(tmp_path, {"gbs": "-8"}), {}, pipette)
 
 
 @pytest.mark.parametrize(
@@ -130,22 +130,19 @@ def test_the_first_iteration_has_no_moments_in_its_passes() -> None:
 
 def test_every_stage_and_each_run_are_scored() -> None:
     """The development data: nine lines of two runs, one of which prints its time, on hardware that we know."""
-    found = logs.section(
-        DEFAULT_FILES["logs"], {"ours": logs.closed_form}, {"pipette": pipette}, {"one": lambda job: 1}
-    )
+    found = logs.section(DEFAULT_FILES["logs"], {"ours": logs.closed_form}, pipette)
     lines = {(line.group, line.quantity): line.scored for line in found.lines}
 
-    assert (9, 9, 2, 1) == (
+    assert (9, 9, 1) == (
         lines["all stages", "peak"],
         lines["all stages", "static"],
-        lines["fullest stage", "peak"],
         lines["iteration time", "step time"],
     )
 
 
 def test_the_paper_of_korthikanti_is_scored() -> None:
     """Four models, with both kinds of recompute, and the formula values beside them."""
-    found = korthikanti.section(DEFAULT_FILES["korthikanti"], device_named("A100-80GB"), {"pipette": pipette})
+    found = korthikanti.section(DEFAULT_FILES["korthikanti"], device_named("A100-80GB"), pipette)
 
     assert [4] * 5 == [line.scored for line in found.lines]
     assert () == found.skipped

@@ -194,7 +194,7 @@ def test_layers_that_stages_do_not_divide_are_cut_by_hand() -> None:
 
 def test_every_row_is_scored_or_counted() -> None:
     """212 of 279; the others with their reasons, and what a model refuses with its own."""
-    found = nvidia.section(PATH, {"ours": one_second})
+    found = nvidia.section(PATH, one_second)
     lines = {line.group: (line.scored, line.skipped) for line in found.lines}
 
     assert {
@@ -204,15 +204,15 @@ def test_every_row_is_scored_or_counted() -> None:
         "hybrid": (29, 0),
         "dense, FP8-DS": (37, 0),
     }.items() <= lines.items()
-    assert 15 == found.reasons["ours: packed sequences and adapters"]
-    assert 17 == found.reasons["ours: no tokens/s and no step time"]
+    assert 15 == found.reasons["pipette: packed sequences and adapters"]
+    assert 17 == found.reasons["pipette: no tokens/s and no step time"]
 
     def refuses(_job: Job, machines: Machines) -> float:
         raise FactError("no experts; try another")
 
-    refused = nvidia.section(PATH, {"ours": refuses})
+    refused = nvidia.section(PATH, refuses)
     assert () == refused.lines
-    assert 212 == refused.reasons["ours: no experts"]
+    assert 212 == refused.reasons["pipette: no experts"]
 
 
 def test_step_times_as_published_come_first() -> None:

@@ -50,20 +50,17 @@ def test_step_times_follow_from_the_flops() -> None:
     assert flops / (2304 * 432.8e12) == pytest.approx(readme.measured_s(row), rel=1e-12)
 
 
-def test_every_model_is_scored_under_each_reading_by_ours_and_once_by_others() -> None:
+def test_every_model_is_scored_under_each_reading() -> None:
     """Nine models, five of them with a pipeline."""
-    found = readme.section(PATH, H100, {"ours": large_is_fast, "other": large_is_fast})
+    found = readme.section(PATH, H100, large_is_fast)
 
-    ours = [line.scored for line in found.lines if line.method == "ours"]
-    others = [(line.group, line.scored) for line in found.lines if line.method == "other"]
-    assert [9, 5] * 3 == ours
-    assert [("micro-batch 1", 9), ("micro-batch 1, pp > 1", 5)] == others
+    assert [9, 5] * 3 == [line.scored for line in found.lines]
     assert () == found.skipped
 
 
 def test_the_fastest_micro_batch_fits() -> None:
     """Four samples of 1.7B do, of 462B one alone."""
-    found = readme.section(PATH, H100, {"ours": large_is_fast})
+    found = readme.section(PATH, H100, large_is_fast)
 
     chosen = [detail for detail in found.details if "fastest micro-batch" in detail]
     assert 9 == len(chosen)
@@ -77,8 +74,7 @@ def test_what_a_model_refuses_is_counted() -> None:
     def refuses(job: Job, machines: Machines) -> float:
         raise FactError("no pipelines; try another")
 
-    found = readme.section(PATH, H100, {"ours": large_is_fast, "other": refuses})
+    found = readme.section(PATH, H100, refuses)
 
-    line = next(line for line in found.lines if line.method == "other")
-    assert (0, 9) == (line.scored, line.skipped)
-    assert {"other: no pipelines": 9} == dict(found.reasons)
+    assert (0, 9) == (found.lines[0].scored, found.lines[0].skipped)
+    assert {"pipette: no pipelines": 22, "pipette: does not fit": 5} == dict(found.reasons)

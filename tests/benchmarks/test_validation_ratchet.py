@@ -74,7 +74,7 @@ def test_a_record_comes_back_as_written(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_no_recorded_figure_of_the_closed_form_or_of_step_times_gets_worse() -> None:
-    """All golden rows, logs and papers, all of nanotron, and a tenth of vTrain, computed anew."""
+    """All golden rows, logs and papers, and a tenth of vTrain, computed anew."""
     recorded = {key: figures for key, figures in ratchet.read(ratchet.RECORD).items() if SAMPLE not in key}
 
     assert len(recorded) > 40

@@ -20,7 +20,6 @@ LINES = {
     "step time, NVIDIA's recipes, hybrid models (Mamba)": "NVIDIA | hybrid | pipette | step time",
     "step time, vTrain, fitted to a tenth of its rows": "vTrain | all | pipette, fitted to drawn rows | step time",
     "step time, vTrain, nothing fitted": "vTrain | all | pipette, built-in figures | step time",
-    "time of a token, nanotron, another trainer": "nanotron | all groups | pipette | time per token",
 }
 TABLE = dict(
     re.findall(

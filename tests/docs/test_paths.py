@@ -21,8 +21,8 @@ PACKAGES = ("agent", "cli", "cost", "facts", "launch", "megatron", "planning", "
 """Packages of the product, which documents name without the folder of the product."""
 FOLDERS = ("", "pipette_launch/", "patches/pipette_patches/", "patches/", "benchmarks/", "tests/")
 """Folders in which a named path may start, besides the folder of the text."""
-ELSEWHERE = ("megatron/core/", "megatron/training/", "docs/user-guide/", "scripts/scaling_benchmarks.py")
-"""Beginnings of paths in Megatron-LM, and a file of nanotron."""
+ELSEWHERE = ("megatron/core/", "megatron/training/", "docs/user-guide/")
+"""Beginnings of paths in Megatron-LM."""
 RECORDS = ("CHANGELOG.md", "benchmarks/results/", "tests/fuzz/corpus/")
 """Texts of a date, which are not corrected when a file moves."""
 ENDINGS = "py|md|json|jsonl|csv|sh|toml|html|js|css|cfg"

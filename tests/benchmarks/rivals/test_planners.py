@@ -1,15 +1,12 @@
 """The rivals as planners: legal picks, each the best by its own model, and what each of them cannot see."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 
-from benchmarks.estimators import step_times
 from benchmarks.rivals import varuna
 from benchmarks.rivals.pick import Pick, PlannerOptions
-from benchmarks.rivals.placers import PLACERS
 from benchmarks.rivals.planners import RANKINGS
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.errors import FactError, PlanError
@@ -20,7 +17,6 @@ from pipette_launch.megatron.rules.judge import broken_rule
 from pipette_launch.text import GIB
 
 CASES = tuple(ComputeCase(tp=tp, cp=1, micro_batch_size=1) for tp in (1, 2))
-SEARCHING = ("amp", "amp-pipette", "varuna", "varuna-1f1b", "varuna-any-size", "pipette", "megatron-rules")
 
 
 class Ticks:
@@ -66,40 +62,9 @@ def test_every_pick_is_legal_and_fills_every_slot(name: str) -> None:
     assert not [reason for pick in ranking if (reason := broken_rule(rules, pick.layout))]
     assert all(list(range(8)) == sorted(pick.placement) for pick in ranking)
     assert len(ranking) == len({pick.layout for pick in ranking})
-    if name in SEARCHING and name != "megatron-rules":
+    if name != "megatron-rules":
         claims = [pick.claimed_s for pick in ranking]
         assert claims == sorted(claims)
-
-
-def test_claims_are_those_of_the_published_models() -> None:
-    """What a planner says of its pick is what the model of the same name says of that layout and placement."""
-    job, measured = tiny_job(8), unequal()
-
-    for pick in RANKINGS["amp"](job, measured, options()):
-        assert pick.claimed_s == pytest.approx(step_times.amp_s(job, pick.layout, measured))
-    for pick in RANKINGS["amp-pipette"](job, measured, options()):
-        assert pick.claimed_s == pytest.approx(step_times.amp_arm_s(job, pick.layout, measured))
-    for pick in RANKINGS["varuna"](job, measured, options()):
-        assert pick.claimed_s == pytest.approx(step_times.varuna_s(job, pick.layout, measured, pick.placement))
-    for pick in RANKINGS["pipette"](job, measured, options()):
-        claim = step_times.pipette_s(job, pick.layout, measured, pick.placement)
-        assert pick.claimed_s == pytest.approx(claim)
-
-
-def test_amp_takes_the_least_of_its_own_model() -> None:
-    """Every tp, dp, micro-batch and cut of four layers, tried one by one."""
-    job, measured = replace(tiny_job(4), batch=Batch(global_batch_size=4)), tiny_measurements(tiny_cluster(2, 2), CASES)
-    claims = {}
-    for tp, dp, size in itertools.product((1, 2), (1, 2, 4), (1, 2, 4)):
-        pp = 4 // (tp * dp)
-        if tp * dp > 4 or 4 // dp % size:
-            continue
-        for cut in itertools.product(range(1, 5), repeat=pp):
-            if sum(cut) == 4:
-                layout = Layout(tp=tp, etp=tp, pp=pp, dp=dp, micro_batch_size=size, layers_per_chunk=cut)
-                claims[layout] = step_times.amp_s(job, layout, measured)
-
-    assert min(claims.values()) == pytest.approx(picked("amp", job, measured).claimed_s)
 
 
 def test_amp_does_not_ask_for_memory_and_the_others_do() -> None:
@@ -112,26 +77,16 @@ def test_amp_does_not_ask_for_memory_and_the_others_do() -> None:
             picked(name, job, measured, capacity_bytes=100_000)
 
 
-@pytest.mark.parametrize("name", ["varuna", "varuna-1f1b"])
-def test_varuna_has_no_tensor_parallelism_and_packs_its_pipelines(name: str) -> None:
+def test_varuna_has_no_tensor_parallelism_and_packs_its_pipelines() -> None:
     """Tp = 1, full recompute, the largest micro-batch that divides, and slots in a row are stages in a row."""
     job, measured = tiny_job(8), unequal()
 
-    for pick in RANKINGS[name](job, measured, options()):
+    for pick in RANKINGS["varuna"](job, measured, options()):
         layout = pick.layout
         cells = [layout.cell_of(rank) for rank in pick.placement]
         assert (1, "full", 16 // layout.dp) == (layout.tp, layout.recompute.granularity, layout.micro_batch_size)
         assert [slot % layout.pp for slot in range(8)] == [cell.pp for cell in cells]
         assert [slot // layout.pp for slot in range(8)] == [cell.dp for cell in cells]
-
-
-def test_varuna_may_try_every_size() -> None:
-    """The kinder Varuna has all of its picks and more, so it never claims a longer step."""
-    job, measured = tiny_job(8), unequal()
-    own, kinder = (RANKINGS[name](job, measured, options()) for name in ("varuna-1f1b", "varuna-any-size"))
-
-    assert {pick.layout for pick in own} < {pick.layout for pick in kinder}
-    assert (kinder[0].claimed_s or 0) <= (own[0].claimed_s or 0)
 
 
 def test_varuna_takes_a_smaller_micro_batch_where_memory_ends() -> None:
@@ -144,7 +99,7 @@ def test_varuna_takes_a_smaller_micro_batch_where_memory_ends() -> None:
 
 
 def test_pipette_moves_its_hosts_off_the_slow_links() -> None:
-    """Hosts in a shuffled chain: its mapping claims less than torchrun's order, and the same seed gives it again."""
+    """Hosts in a shuffled chain: its mapping leaves torchrun's order, and the same seed gives it again."""
     cluster = unequal().cluster
     shuffled = [2, 0, 3, 1]
     rates = cluster.between_hosts.bandwidth_bytes_per_s
@@ -156,7 +111,7 @@ def test_pipette_moves_its_hosts_off_the_slow_links() -> None:
 
     assert 4 == pick.layout.pp
     assert pick.claimed_s is not None
-    assert pick.claimed_s < step_times.pipette_s(job, pick.layout, measured)
+    assert pick.placement != tuple(range(8))
     assert pick == picked("pipette", job, measured)
 
 
@@ -177,7 +132,7 @@ def test_pins_hold() -> None:
     """No rival changes what the user has pinned; where nothing of that kind is left, it says so."""
     job = tiny_job(8, pinned=("tp",))
 
-    assert all(1 == picked(name, job, unequal()).layout.tp for name in SEARCHING)
+    assert all(1 == picked(name, job, unequal()).layout.tp for name in RANKINGS)
     with pytest.raises(PlanError, match="Varuna finds no layout"):
         picked("varuna", tiny_job(8, own=Layout(tp=2, etp=2, dp=4), pinned=("tp",)), unequal())
 
@@ -192,27 +147,6 @@ def test_amp_leaves_a_pinned_cut_alone() -> None:
 
     assert any(pick.layout.layers_per_chunk for pick in free)
     assert {(1, ())} == {(pick.layout.pp, pick.layout.layers_per_chunk) for pick in held}
-
-
-def test_sorted_order_groups_the_hosts_of_a_switch() -> None:
-    """Leaves b, a, b, a: the hosts of leaf a come first, each in its order; without a map nothing moves."""
-    measured, layout = unequal(), Layout(dp=8)
-    placed = {
-        switches: PLACERS["topology-sorted"](layout, measured, options(switches_H=switches))
-        for switches in (((0, 2), (0, 1), (0, 2), (0, 1)), ())
-    }
-
-    assert [(4, 5, 0, 1, 6, 7, 2, 3), tuple(range(8))] == list(placed.values())
-    with pytest.raises(PlanError, match="declared for 1 hosts"):
-        PLACERS["topology-sorted"](layout, measured, options(switches_H=((1,),)))
-
-
-def test_random_order_is_seeded_and_moves_whole_hosts() -> None:
-    """The same seed gives the same order; the two devices of a host stay neighbours."""
-    orders = [PLACERS["random"](Layout(dp=8), unequal(), options(seed=seed)) for seed in (3, 3, 4)]
-
-    assert orders[0] == orders[1] != orders[2]
-    assert all(order[2 * host] + 1 == order[2 * host + 1] for order in orders for host in range(4))
 
 
 def test_impossible_options_are_refused() -> None:

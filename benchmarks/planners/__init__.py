@@ -1,1 +1,0 @@
-"""Our plans against the picks of others: machines, models, and how they are compared."""

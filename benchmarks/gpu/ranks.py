@@ -1,4 +1,4 @@
-"""Several ranks on one device: collectives in the order of ranks, warm-up, plan, placement, schedules and training.
+"""Several ranks on one device: messages, warm-up, plan, placement, schedules and training.
 
 Each rank has an agent of its own (`nodes`). What this does not show: NVLink, PCIe and InfiniBand, NVLS, any bandwidth,
 ranks that share a node, several devices of one host, and memory of one rank by NVML, which sees all ranks.
@@ -22,11 +22,6 @@ from pipette_launch.facts import Layout, Measurements, Plan
 from pipette_launch.text import rate_text, seconds_text
 
 RING = Path(__file__).with_name("ring.py")
-CODED_BYTES: dict[DeviceKind, tuple[int, ...]] = {
-    "cuda": tuple(1 << power for power in range(20, 27)),
-    "cpu": (1 << 12, 1 << 20),
-}
-"""Sizes of gathered and scattered tensors: 1 to 64 MiB, among which NCCL changes its algorithm."""
 BUDGET_S = {"cuda": 20, "cpu": 6}
 RING_S = {"cuda": 60.0, "cpu": 300.0}
 NEEDED_S = 20.0
@@ -73,31 +68,19 @@ def measure(book: Notebook) -> None:
 
 
 def meets(nodes: Nodes, count: int) -> bool:
-    """Let ranks exchange messages and rank-coded parts; returns whether they did, right or wrong."""
+    """Let ranks exchange messages; returns whether they did."""
     return nodes.book.attempt(f"a ring of {count} ranks by {nodes.backend}", partial(_ring, nodes, count), needs_s=5.0)
 
 
 def _ring(nodes: Nodes, count: int) -> None:
     kind = nodes.book.kind
-    sizes_bytes = CODED_BYTES[kind]
-    done = nodes.run(count, [RING, kind, *sizes_bytes], launcher=TORCHRUN, limit_s=RING_S[kind])
+    done = nodes.run(count, [RING, kind], launcher=TORCHRUN, limit_s=RING_S[kind])
     answers = [json.loads(line) for one in done for line in one.out.splitlines() if line.startswith("{")]
     if sorted(one["rank"] for one in answers) != list(range(count)):
         raise PipetteError(f"{len(answers)} of {count} ranks answered: {done[0].stderr_end}")
     nodes.book.add(
         "ring", ranks=count, backend=nodes.backend, seconds=max(one.seconds for one in done), answers=answers
     )
-    wrong = sorted({one["wrong"] for one in answers if one["wrong"]})
-    nodes.book.add(
-        "codes",
-        ranks=count,
-        backend=nodes.backend,
-        sizes_bytes=list(sizes_bytes),
-        wrong=wrong,
-        seconds=max(one["codes_s"] for one in answers),
-    )
-    if wrong:
-        nodes.book.fail(f"rank-coded collectives of {count} ranks by {nodes.backend}", wrong[0])
 
 
 def _job(nodes: Nodes, count: int) -> None:
@@ -158,13 +141,6 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
             f"{one['ranks']} ranks met, sent messages around the ring and reduced by {one['backend']} in "
             f"{one['seconds']:.1f} s."
         )
-    for one in of_kind(records, "codes"):
-        least, most = (_size(pick(one["sizes_bytes"])) for pick in (min, max))
-        said = "every part came from the right rank" if not one["wrong"] else f"WRONG: {one['wrong'][0]}"
-        yield (
-            f"Rank-coded all-gather and reduce-scatter of {one['ranks']} ranks by {one['backend']}, {least} to {most}, "
-            f"{seconds_text(one['seconds'])}: {said}."
-        )
     for one in [*of_kind(records, "job"), *of_kind(records, "by hand")]:
         same = sum(mine == theirs for mine, theirs in zip(one["losses"], one["torchrun_losses"], strict=False))
         apart = losses_apart(one["losses"], one["torchrun_losses"])
@@ -184,7 +160,3 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
                 f"Links as it measured them: {rate_text(rates[0])} to {rate_text(rates[1])}, "
                 f"{seconds_text(latencies[0])} to {seconds_text(latencies[1])}."
             )
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes >> 20} MiB" if size_bytes >= 1 << 20 else f"{size_bytes >> 10} KiB"

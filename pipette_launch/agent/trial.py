@@ -25,12 +25,11 @@ from pipette_launch.agent.controller import Controller
 from pipette_launch.agent.phases import PhaseBeforeTraining
 from pipette_launch.agent.store import RoundOver, RoundStore, reports
 from pipette_launch.agent.streams import QuietLogs, Streams, WatchedLogs
-from pipette_launch.defaults import FIRST_ITERATION_S, HUNG_S, NEXT_S, START_S, TRIAL_REPORT_S
+from pipette_launch.defaults import FIRST_ITERATION_S, HUNG_S, NEXT_S, TRIAL_REPORT_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 from pipette_launch.facts.co_location import DeviceBinding
 from pipette_launch.facts.messages import Decision, Failure, TrialReport
-from pipette_launch.probe.messages import wait_s
 
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 HUNG_STEPS = 20
@@ -40,9 +39,6 @@ HUNG_STEPS = 20
 def patience_s(decision: Decision) -> tuple[float, float]:
     """Return how long to wait for the first iteration, and for each later iteration, before a trial counts as hung."""
     num_ranks = sum(decision.num_slots)
-    if decision.checks_order:
-        # Imports and opening communicators take seconds, while the check of the device order itself takes milliseconds.
-        return wait_s(num_ranks, START_S.of(num_ranks)), 0.0
     runs = decision.choice or (decision.plan.own if decision.plan else None)
     steps_s = HUNG_STEPS * runs.step_time_s if runs else 0.0
     return FIRST_ITERATION_S.of(num_ranks) + steps_s, max(HUNG_S, steps_s)
@@ -125,10 +121,8 @@ class TrialRun(PhaseBeforeTraining):
                 failure = self._describe(codes, bindings)
             elif self._is_late(bindings):
                 waited_s = time.monotonic() - self._heard_s
-                missing, after = (
-                    ("answer", "") if decision.checks_order else ("iteration", f" after {len(self._step_s)}")
-                )
-                failure = Failure(cause=f"it hung: no {missing} within {waited_s:.0f} s{after}")
+                after = f"after {len(self._step_s)}"
+                failure = Failure(cause=f"it hung: no iteration within {waited_s:.0f} s {after}")
             elif not codes or any(code is None for code in codes.values()) or self._has_ended:
                 return False
             else:

@@ -219,26 +219,10 @@ class Cluster(HostsOfJob):
         return f"{self.hosts[self.host_of(slot)].name}:{slot % self.devices_per_host}"
 
 
-def in_device_order(placement_KW: ArrayLike, devices: int, order_D: Sequence[int] | None = None) -> NDArray[np.int64]:
-    """Sort the ranks of each host, or put the ranks on the host's devices in a given order.
+def in_device_order(placement_KW: ArrayLike, devices: int) -> NDArray[np.int64]:
+    """Sort the ranks of each host, so that a higher device has a higher rank.
 
-    Each rank stays on its host. `placement_KW` is one placement, or an array with one placement in each row. `order_D`
-    lists the devices for the ranks of a host, beginning with the lowest rank. If `order_D` is `None`, a higher device
-    gets a higher rank.
+    `placement_KW` is one placement, or an array with one placement in each row.
     """
     ranks = np.asarray(placement_KW, dtype=np.int64)
-    sorted_KHD = np.sort(ranks.reshape(*ranks.shape[:-1], -1, devices), axis=-1)
-    if order_D is not None:
-        sorted_KHD[..., list(order_D)] = sorted_KHD.copy()
-    return sorted_KHD.reshape(ranks.shape)
-
-
-def shared_order(placement: ArrayLike, devices: int) -> tuple[int, ...] | None:
-    """Return the devices of a host's ranks, beginning with the lowest rank; None if two hosts use different orders."""
-    order_HD = np.argsort(np.asarray(placement).reshape(-1, devices), axis=1)
-    return tuple(order_HD[0].tolist()) if (order_HD == order_HD[0]).all() else None
-
-
-def is_in_device_order(placement: ArrayLike, devices: int) -> bool:
-    """Return True if, on each host, a higher device has a higher rank."""
-    return shared_order(placement, devices) == tuple(range(devices))
+    return np.sort(ranks.reshape(*ranks.shape[:-1], -1, devices), axis=-1).reshape(ranks.shape)

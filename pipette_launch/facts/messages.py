@@ -250,8 +250,6 @@ class Decision:
     """Index of the trial: 0 is the user's own configuration, and i is the i-th plan that competes."""
     iterations: int = 0
     """Number of iterations of a trial, including warm-up iterations."""
-    checks_order: bool = False
-    """True if the workers of a trial only check that NCCL works in the candidate's device order."""
     proven: bool = False
     """True if the candidate has trained. A later failure of this candidate does not mean that its plan cannot start."""
     script_arguments: tuple[str, ...] | None = None
@@ -308,8 +306,6 @@ class Decision:
     @property
     def key(self) -> str:
         """Name of this phase, unique within a round."""
-        if self.checks_order:
-            return f"order-{self.attempt}"
         return f"trial-{self.trial}" if self.phase == "trial" else self.phase
 
     def leaving_out(self, names: Collection[str]) -> Decision:

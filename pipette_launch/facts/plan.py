@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.cluster import Cluster
+from pipette_launch.facts.cluster import Cluster, in_device_order
 from pipette_launch.facts.files import ADDED_LATER, check_numbers
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.known_devices import spec_of_cluster
@@ -137,8 +137,6 @@ class Choice:
     """Memory peaks and memory limit of the whole device. The memory is `None` in files of earlier releases."""
     order: ScheduleFile | None = field(default=None, metadata=ADDED_LATER)
     """Passes of each pipeline rank, for schedules that the patch `schedules` runs."""
-    is_order_checked: bool = field(default=False, metadata=ADDED_LATER)
-    """True if a test of NCCL on these hosts' GPUs, in the order of `placement`, returned correct values."""
     new_arguments: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
     """Arguments of the script with this layout, for alternatives. `Setting` has the chosen and the user's own ones."""
 
@@ -310,6 +308,11 @@ class Plan:
         for layout in (*(one.layout for one in choices), *(one.layout for one in (*self.ranked, *self.front))):
             if layout.world_size != slots:
                 raise FactError(f"a layout of {layout.world_size} ranks for {slots} slots")
+        for one in choices if self.device_kind == "cuda" else ():
+            # With permuted GPUs, NCCL may return slices in the order of devices, without an error (NVIDIA/nccl#1906).
+            if list(one.placement) != in_device_order(one.placement, self.devices_per_host).tolist():
+                shown = reprlib.repr(one.placement)
+                raise FactError(f"on each host a GPU with a higher number needs a higher rank, got placement {shown}")
         if max(len(self.ranked), len(self.front)) > MOST_RANKED:
             raise FactError(f"ranked and front have at most {MOST_RANKED} layouts each")
         sizes = [len(one.hosts) for one in (self, *self.templates)]
@@ -360,10 +363,6 @@ def refit(plan: Plan, hosts: Sequence[str]) -> Plan | None:
     stand_ins = iter(left_over)
     placed = tuple(host if host in hosts else next(stand_ins) for host in taken.hosts)
     not_taken = fallback_plans(one for one in plans if one is not taken)
-    if placed != taken.hosts:
-        # An NCCL test of a device order on other hosts does not count.
-        chosen, *others = (replace(one, is_order_checked=False) for one in (taken.chosen, *taken.alternatives))
-        taken = replace(taken, chosen=chosen, alternatives=tuple(others))
     return replace(
         taken, hosts=placed, templates=not_taken, other_hosts=tuple(host for host in known if host not in placed)
     )

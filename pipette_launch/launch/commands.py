@@ -1,4 +1,4 @@
-"""Commands of the workers: the warm-up with its options, the check of a device order, and the user's script."""
+"""Commands of the workers: the warm-up with its options, and the user's script."""
 
 from __future__ import annotations
 

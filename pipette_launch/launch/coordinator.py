@@ -34,7 +34,7 @@ from pipette_launch.launch.hosts import (
 )
 from pipette_launch.launch.job_plans import Planner
 from pipette_launch.launch.options import Options, Script
-from pipette_launch.launch.trials import TrialCoordinator, failed, needs_check, passed
+from pipette_launch.launch.trials import TrialCoordinator
 from pipette_launch.planning import replan
 from pipette_launch.probe.health.verdicts import faults_first, judge
 from pipette_launch.probe.messages import LinksOrder, WarmupOrder
@@ -362,15 +362,12 @@ class Coordinator:
             phase="train",
             trial=0,
             iterations=0,
-            checks_order=False,
             script_arguments=None,
             environment={},
             reason="",
         )
 
         def decide() -> Decision:
-            if ended.checks_order:
-                return self._after_check(bare, ended, report)
             following = self._trials.judge(ended, report)
             if isinstance(following, Decision):
                 return following
@@ -381,37 +378,12 @@ class Coordinator:
 
         return self._guarded(replace(bare, plan=None), decide)
 
-    def _after_check(self, bare: Decision, ended: Decision, report: TrialReport) -> Decision:
-        """Return the decision to train in the checked order of devices, or in the default order if the check failed."""
-        planner = self.planner
-        # A passed check adds no reason to the decision, because even --pipette-quiet prints every reason.
-        plan, choice, why = ended.plan, ended.choice, ""
-        assert plan is not None
-        assert choice is not None
-        if report.failure:
-            plan, why = failed(plan, choice, report.failure)
-        else:
-            plan = passed(plan, choice)
-        self._keep_batch(ended)
-        job = planner.read_job(sum(bare.num_slots), plan.device_kind)
-        known = planner.measurements
-        if report.failure and known is not None and plan.hosts == tuple(host.name for host in known.cluster.hosts):
-            # Import the predictions only here, because a start with a cached plan predicts nothing.
-            from pipette_launch.planning.plan import priced_anew
-
-            outcomes = planner.cache.outcomes(known.cluster.hosts[0])
-            plan = priced_anew(plan, job, known, outcomes, options=planner.options.search_options())
-        if plan.provenance.source != "file" and not ended.is_refitted:
-            planner.keep(plan, job)
-        following = self._train(bare, job, plan, attempt=ended.attempt, reason=why, is_tried=not ended.is_refitted)
-        return replace(following, proven=ended.proven, is_refitted=ended.is_refitted)
-
     # -- plans and errors as decisions ----------------------------------------------------------------------------
 
     def _train(
         self, bare: Decision, job: Job, plan: Plan, *, reason: str, attempt: int = 0, is_tried: bool = True
     ) -> Decision:
-        """Return the decision to train with a plan's candidate, or to run a check or trials before the training."""
+        """Return the decision to train with a plan's candidate, or to run trials before the training."""
         following = replace(bare, phase="train", plan=plan, attempt=attempt, proven=False, reason=reason)
         choice = following.choice
         layout = choice.layout if choice else job.own
@@ -421,10 +393,6 @@ class Coordinator:
             environment=self._script.environment(job, layout, plan.device_kind, is_own=choice is None),
             patches=self.planner.patches,
         )
-        # The check comes before trials, because trials with a device order that the check rejects would be useless.
-        if choice and needs_check(plan, choice) and not self._options.dry_run:
-            place = plan.contenders().index(choice)
-            return replace(following, phase="trial", checks_order=True, trial=place + 1, iterations=1)
         if attempt == 0 and is_tried and (following := self._trials.open(following, job)).phase == "trial":
             return following
         self._script.leave_record(plan, following.choice)

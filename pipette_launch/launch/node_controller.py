@@ -278,10 +278,6 @@ class NodeController(Controller):
 
     def command(self, decision: Decision) -> WorkerCommand:
         """Return the command that this node's workers run under a decision."""
-        plan, choice = decision.plan, decision.choice
-        if decision.checks_order and plan is not None and choice is not None:
-            # The check of the device order covers all devices of this node, and each group of `tp` ranks.
-            return commands.probe("order_check", plan.device_kind, choice.layout.tp, *decision.ranks_of(self._token))
         if decision.phase != "warmup":
             return commands.training(decision, self._options, self._script, folder=lambda: self._folder.path)
         shutil.rmtree(self.progress_folder, ignore_errors=True)

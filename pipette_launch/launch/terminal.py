@@ -154,8 +154,7 @@ class Terminal:
         """Print a decision. `measurements` (None if unknown) priced its plan, and `cache` has the plan's files."""
         # If the job failed before any plan was shown, torch prints the error.
         if decision.reason and not (decision.failed and self._shown is None):
-            is_trial = decision.phase == "trial" and not decision.checks_order
-            (self.say if is_trial else self.warn)(decision.reason)
+            (self.say if decision.phase == "trial" else self.warn)(decision.reason)
         options = self._options
         if decision.phase == "warmup":
             self._warmup = ProgressLine(sys.stderr)

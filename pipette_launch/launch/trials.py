@@ -1,4 +1,4 @@
-"""Steps before the training: the check of a device order, and trials of plans and of the user's own configuration."""
+"""Trials of plans and of the user's own configuration, before the training."""
 
 from __future__ import annotations
 
@@ -10,54 +10,11 @@ from typing import NamedTuple
 from pipette_launch import megatron
 from pipette_launch.errors import MegatronError, PipetteError, PlanError
 from pipette_launch.facts import Choice, Job, Layout, Plan, Samples
-from pipette_launch.facts.cluster import in_device_order, is_in_device_order, shared_order
 from pipette_launch.facts.messages import Decision, Failure, TrialReport
 from pipette_launch.facts.plan import Trial, Trials
 from pipette_launch.launch.options import Options, Script
 from pipette_launch.planning.replan import why_to_give_up
 from pipette_launch.text import counted, joined, seconds_text
-
-CHECKED = "all-gather and reduce-scatter of 1 to 64 MB returned every value in its place"
-
-
-# -- the check of a device order, because with permuted devices NCCL may return wrong slices without an error ----------
-
-
-def needs_check(plan: Plan, choice: Choice) -> bool:
-    """Return true if a candidate permutes GPUs inside hosts and was not checked on these hosts."""
-    is_suspect = plan.device_kind == "cuda" and not choice.is_order_checked
-    return is_suspect and not is_in_device_order(choice.placement, plan.devices_per_host)
-
-
-def order_words(plan: Plan, choice: Choice) -> str:
-    """Describe the order in which ranks take the devices of a host."""
-    order_D = shared_order(choice.placement, plan.devices_per_host)
-    return f"the device order {','.join(map(str, order_D))}" if order_D else "device orders that differ between hosts"
-
-
-def passed(plan: Plan, choice: Choice) -> Plan:
-    """Mark the checked candidate. The check becomes the plan's first reason, because screens cut later reasons."""
-    chosen, *alternatives = (
-        replace(one, is_order_checked=True) if one == choice else one for one in (plan.chosen, *plan.alternatives)
-    )
-    reasons = (f"NCCL was checked with {order_words(plan, choice)}: {CHECKED}.", *plan.reasons)
-    return replace(plan, chosen=chosen, alternatives=tuple(alternatives), reasons=reasons)
-
-
-def failed(plan: Plan, choice: Choice, failure: Failure) -> tuple[Plan, str]:
-    """Put all candidates of a plan and of its fallback plans into the default device order; return plan and reason."""
-
-    def in_order(plan: Plan) -> Plan:
-        chosen, *alternatives = (
-            replace(one, placement=tuple(in_device_order(one.placement, plan.devices_per_host).tolist()))
-            for one in (plan.chosen, *plan.alternatives)
-        )
-        return replace(plan, chosen=chosen, alternatives=tuple(alternatives))
-
-    why = f"devices stay in order inside hosts: with {order_words(plan, choice)} {failure.cause} (see NVIDIA/nccl#1906)"
-    reasons = (f"{why[0].upper()}{why[1:]}.", *plan.reasons)
-    return replace(in_order(plan), templates=tuple(map(in_order, plan.templates)), reasons=reasons), why
-
 
 # -- lines for the user --------------------------------------------------------------------------------------------
 
@@ -70,15 +27,12 @@ def trial_progress(decision: Decision, num_iterations: int, elapsed_s: float, *,
 
 def trial_words(decision: Decision, *, asked: int) -> str:
     """Announce a trial, with its number and the number of all trials."""
-    name = _trial_name(decision, asked)
-    return name if decision.checks_order else f"{name}, {counted(decision.iterations, 'iteration')}"
+    return f"{_trial_name(decision, asked)}, {counted(decision.iterations, 'iteration')}"
 
 
 def _trial_name(decision: Decision, asked: int) -> str:
     plan, choice = decision.plan, decision.choice
     assert plan is not None
-    if decision.checks_order and choice is not None:
-        return f"checking NCCL with {order_words(plan, choice)}: rank-coded all-gather and reduce-scatter"
     what = choice.layout.words() if choice else "your own configuration"
     return f"trial {decision.trial + 1} of {min(asked, len(plan.contenders())) + 1}: {what}"
 

@@ -18,7 +18,7 @@ from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.learned import NOTHING_LEARNED, Corrections, corrections_from
 from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEARCH_BUDGET_S, SEED, TOP
 from pipette_launch.errors import OptionError
-from pipette_launch.facts import Choice, Job, Layout, Measurements, Plan, Provenance, Setting
+from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance, Setting
 from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.fabric import FabricSpec
 from pipette_launch.facts.known_devices import DeviceFile
@@ -29,7 +29,6 @@ from pipette_launch.megatron import Dialect
 from pipette_launch.planning.machines import TargetMachines, checked_words, machines_of
 from pipette_launch.planning.plan_key import plan_key
 from pipette_launch.search.candidates import SearchInputs
-from pipette_launch.search.choose import choice_of
 from pipette_launch.search.fallback_plans import FallbackNeeds, placed_anew, with_cases_of, with_fallback_plans
 from pipette_launch.search.layouts import BaseLayouts, base_layouts
 from pipette_launch.search.solve import SolveOptions, solve
@@ -308,30 +307,11 @@ def placed_for(
     if plan.keeps_own:
         return plan
     ends_s = time.monotonic() + PLACING_S
-    inputs = _inputs(job, with_cases_of(job, measurements), outcomes, options)
-    chosen = placed_anew(inputs, plan.chosen, seed=options.seed, is_late=lambda: time.monotonic() >= ends_s)
-    return replace(plan, chosen=chosen)
-
-
-def priced_anew(
-    plan: Plan, job: Job, measurements: Measurements, outcomes: Sequence[Outcome], *, options: SolveOptions
-) -> Plan:
-    """Predict the step times of a plan's candidates again, without moving ranks."""
-    inputs = _inputs(job, measurements, outcomes, options)
-
-    def priced(one: Choice) -> Choice:
-        if not inputs.predictor.can_price(one.layout):
-            return one
-        bound, peaks = (one.bound_s, one.bound_reason), one.peak_memory_bytes
-        return choice_of(inputs, one.layout, one.placement, peaks=peaks, bound=bound, schedule=one.order)
-
-    return replace(plan, chosen=priced(plan.chosen), alternatives=tuple(map(priced, plan.alternatives)))
-
-
-def _inputs(job: Job, measurements: Measurements, outcomes: Sequence[Outcome], options: SolveOptions) -> SearchInputs:
-    return SearchInputs.of(
+    inputs = SearchInputs.of(
         job,
-        with_extrapolated_times(job, measurements),
+        with_extrapolated_times(job, with_cases_of(job, measurements)),
         memory_margin=options.memory_margin,
         corrections=corrections_from(outcomes),
     )
+    chosen = placed_anew(inputs, plan.chosen, seed=options.seed, is_late=lambda: time.monotonic() >= ends_s)
+    return replace(plan, chosen=chosen)

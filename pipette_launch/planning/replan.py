@@ -114,9 +114,7 @@ def decide(
     if held is None:
         return Measure(reason="")
     slowed = next((record.slowed for record in records if record.slowed), "")
-    # A job checks a plan's device order before it trains in that order, so a job in this check has a plan.
-    has_plan = held.phase == "train" or held.checks_order
-    if not has_plan or (slowed and all(host in held.standby_hosts for host, _ in gone)):
+    if held.phase != "train" or (slowed and all(host in held.standby_hosts for host, _ in gone)):
         return Measure(reason=lost_words(gone) or slowed, anew=bool(slowed))
     proven = held.proven or any(
         record.verdict == "after-first-iteration" for record in records if record.attempt == held.attempt

@@ -18,7 +18,7 @@ from pipette_launch.facts.co_location import Domains, RankBlock, blocks_of
 from pipette_launch.facts.layout import LayoutColumns, grouped
 from pipette_launch.facts.measurements import MemoryNeed
 from pipette_launch.megatron.performance import performance_options
-from pipette_launch.search.placement import ROUNDS, begin, exchange_devices, improve, settled
+from pipette_launch.search.placement import ROUNDS, begin, exchange_devices, improve
 from pipette_launch.search.slots import IsLate, Placed, Placement, PlacementProblem, host_order
 
 OVER_MEMORY = "predicted peak memory is over the limit"
@@ -176,7 +176,7 @@ class SearchInputs:
             return beaten
         problem = self.placement_problem(layout, bound_s)
         if carried:
-            best = settled(problem, carried)
+            best = problem.best_of([carried])
             if best.cost_s >= beat_s:
                 return beaten
             host_order_s = problem.best_of([host_order(layout.world_size)]).cost_s

@@ -21,7 +21,6 @@ from pipette_launch.cost.step.assemble import LAUNCHING
 from pipette_launch.cost.step.predictor import NOT_MODELLED, launching_notes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Choice, Job, Layout
-from pipette_launch.facts.cluster import in_device_order, shared_order
 from pipette_launch.facts.job import EXPANDABLE_SEGMENTS
 from pipette_launch.facts.measurements import MemoryNeed
 from pipette_launch.megatron.performance import plannable_offload
@@ -129,20 +128,6 @@ def scheduled(choice: Choice, stock: Choice) -> str:
         f"step. That is {gain:.1%} less than {stock.layout.words()}, the best plan under Megatron's own schedules. The "
         f"next sentences explain the latter plan."
     )
-
-
-def kept_order(inputs: SearchInputs, choice: Choice) -> tuple[str, ...]:
-    """Report the gain if ranks take the devices of each host in another order than 0, 1, 2, and so on; else ()."""
-    devices = inputs.cluster.devices_per_host
-    order_D = shared_order(choice.placement, devices)
-    if order_D is None or order_D == tuple(range(devices)):
-        return ()
-    schedule = choice.order.schedule() if choice.order else None
-    in_order = tuple(in_device_order(choice.placement, devices).tolist())
-    in_order_s = inputs.predictor.step_time(choice.layout, in_order, schedule).total_s
-    gain = 1 - choice.step_time_s / in_order_s
-    taken = f"On every host ranks take the devices in the order {','.join(map(str, order_D))}"
-    return (f"{taken}: links inside hosts differ, and this order alone saves {gain:.1%} of the step.",)
 
 
 def _why_own(chosen: Chosen, margin: float) -> list[str]:

@@ -19,7 +19,7 @@ from pipette_launch.megatron.chunks import Split
 from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.choose import choice_of
 from pipette_launch.search.layouts import base_layouts, compute_cases
-from pipette_launch.search.placement import begin, improved_once, settled
+from pipette_launch.search.placement import begin, improved_once
 from pipette_launch.search.slots import IsLate
 from pipette_launch.search.solve import SolveOptions, solve
 from pipette_launch.text import plural
@@ -324,7 +324,7 @@ def placed_anew(inputs: SearchInputs, choice: Choice, *, seed: int, is_late: IsL
         return choice
     problem = inputs.placement_problem(layout, inputs.predictor.bound_s(layout))
     if problem.slots.allows(choice.placement):
-        placed = settled(problem, choice.placement)
+        placed = problem.best_of([choice.placement])
         placed = placed if placed.is_optimal else placed.or_faster(begin(problem, is_late=is_late)[0])
     else:
         # A host that replaces a lost host may lie in another NVLink domain, which would split a block of ranks.

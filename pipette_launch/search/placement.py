@@ -1,7 +1,7 @@
 """The search for the placement of a layout with the least step time.
 
-A placement gives each slot (a device of a host) its RANK. The search begins at several start placements. The search
-improves a placement by exchanging the ranks of whole hosts, or single ranks.
+A placement gives each slot (a device of a host) its RANK. On each host, a higher device has a higher rank. The search
+begins at several start placements, and improves a placement by exchanging the ranks of whole hosts, or single ranks.
 """
 
 # H = hosts, D = devices of one host, K = placements or orders of hosts, Q = sets of ranks that one host holds (seats),
@@ -14,13 +14,13 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import combinations, islice, permutations
+from itertools import islice, permutations
 
 import numpy as np
 
 from pipette_launch.cost.step.predictor import PlacementCost
 from pipette_launch.facts import Layout, Links, Measurements
-from pipette_launch.facts.cluster import in_device_order, shared_order
+from pipette_launch.facts.cluster import in_device_order
 from pipette_launch.facts.layout import Floats, Ints
 from pipette_launch.facts.measurements import ERROR_OF_MEDIAN, LINK_REPEATS
 from pipette_launch.search.assignment.descent import Flows, ProblemBuilder, descend
@@ -57,7 +57,7 @@ def begin(problem: PlacementProblem, *, is_late: IsLate) -> tuple[Placed, float]
     best = problem.placed(tuple(priced_KW[least].tolist()), float(costs_s[least]))
     if are_few(problem.layout, problem.slots) and not best.is_optimal:
         *_, best = best, *exhaustion(problem, best, is_late=is_late)
-    return best.or_faster(ordered(problem, best, is_late=is_late, thorough=False)), float(costs_s[0])
+    return best, float(costs_s[0])
 
 
 def improve(problem: PlacementProblem, best: Placed, *, turn: int, rng: random.Random, is_late: IsLate) -> Placed:
@@ -74,26 +74,20 @@ def improve(problem: PlacementProblem, best: Placed, *, turn: int, rng: random.R
     found = best.or_faster(start)
     if slots.num_slots <= FEW_SLOTS and not found.is_optimal:
         found = annealed(problem, start, steps=ANNEALING_STEPS, rng=rng, is_late=is_late)
-    return best.or_faster(_reordered(problem, found, is_late))
+    return best.or_faster(found)
 
 
 def exchange_devices(problem: PlacementProblem, best: Placed, *, rng: random.Random, is_late: IsLate) -> Placed:
     """Move single ranks between hosts after the last round, on clusters too large to do so in each round."""
     if best.is_optimal or problem.slots.num_slots not in ANNEALED_SLOTS:
         return best
-    found = annealed(problem, best, steps=STEPS_AT_LAST, rng=rng, is_late=is_late)
-    return best.or_faster(_reordered(problem, found, is_late))
+    return annealed(problem, best, steps=STEPS_AT_LAST, rng=rng, is_late=is_late)
 
 
 def improved_once(problem: PlacementProblem, start: Placed, *, rng: random.Random, is_late: IsLate) -> Placed:
     """Search one round from a start placement: exchange the ranks of whole hosts, then move single ranks."""
     placed = improve(problem, start, turn=0, rng=rng, is_late=is_late)
     return exchange_devices(problem, placed, rng=rng, is_late=is_late)
-
-
-def _reordered(problem: PlacementProblem, found: Placed, is_late: IsLate) -> Placed:
-    """Choose the order of devices again, because hosts have exchanged their ranks."""
-    return ordered(problem, found, is_late=is_late, thorough=problem.slots.num_slots < ANNEALED_SLOTS.stop)
 
 
 def _start(problem: PlacementProblem, best: Placed, turn: int, rng: random.Random) -> Placed:
@@ -111,81 +105,6 @@ def _start(problem: PlacementProblem, best: Placed, turn: int, rng: random.Rando
     return problem.best_of(starts_KW[chosen : chosen + 1])
 
 
-# Order of devices inside hosts: all hosts use the same order, which changes only if the new order alone saves enough.
-
-LEAST_GAIN = 0.02
-"""Share of the step that another order of devices must save against the order of their numbers, on the same hosts."""
-UNEVEN = 1.25
-"""Links inside a host count as different if the slowest takes this many times as long as the fastest. With 3 % noise,
-the slowest of the 28 links among eight devices takes less than 1.2 times as long as the fastest."""
-ALL_ORDERS = 4
-SWEEPS = 8
-
-
-def settled(problem: PlacementProblem, placement: Placement) -> Placed:
-    """Price a placement of another layout; keep its order of devices only if that order saves time for this layout."""
-    return _best_order(problem, [shared_order(placement, problem.slots.devices_per_host)], placement)
-
-
-def ordered(problem: PlacementProblem, placed: Placed, *, is_late: IsLate, thorough: bool) -> Placed:
-    """Choose the best order of devices for all hosts; `thorough` also swaps pairs of devices while a swap helps."""
-    devices = problem.slots.devices_per_host
-    if not are_uneven(problem.cluster.within_host):
-        return placed
-    known = shared_order(placed.placement, devices)
-    likely = map(tuple, _likely_orders(problem.cluster.within_host).tolist())
-    best = _best_order(problem, [known, *likely], placed.placement)
-    for _ in range(SWEEPS if thorough and devices > ALL_ORDERS else 0):
-        here = shared_order(best.placement, devices)
-        if here is None or is_late():
-            break
-        swapped = [list(here) for _ in combinations(here, 2)]
-        for order, (first, second) in zip(swapped, combinations(range(devices), 2), strict=True):
-            order[first], order[second] = order[second], order[first]
-        found = _best_order(problem, [here, *map(tuple, swapped)], best.placement)
-        if found.cost_s >= best.cost_s:
-            break
-        best = found
-    return best
-
-
-@lru_cache(maxsize=4)
-def are_uneven(within_host: tuple[Links, ...]) -> bool:
-    """Return whether the links inside any host differ by more than noise."""
-    devices = within_host[0].size
-    upper = np.triu_indices(devices, 1)
-    times = [distances_s(links)[upper] for links in set(within_host)] if devices > 2 else []
-    return any(0 < one_way.min() * UNEVEN < one_way.max() for one_way in times)
-
-
-def _best_order(problem: PlacementProblem, orders: list[tuple[int, ...] | None], placement: Placement) -> Placed:
-    """Return the best of some orders of the devices, or the order of their numbers if no other saves enough."""
-    devices = problem.slots.devices_per_host
-    plain = in_device_order(placement, devices)
-    different = list(dict.fromkeys(order for order in orders if order and order != tuple(range(devices))))
-    placement_KW = np.array([plain, *(in_device_order(plain, devices, order) for order in different)])
-    costs_s = problem.objective.costs(placement_KW)
-    least = int(costs_s.argmin())
-    chosen = least if costs_s[least] < costs_s[0] * (1 - LEAST_GAIN) else 0
-    return problem.placed(tuple(placement_KW[chosen].tolist()), float(costs_s[chosen]))
-
-
-@lru_cache(maxsize=4)
-def _likely_orders(within_host: tuple[Links, ...]) -> Ints:
-    """Return all orders of few devices. For more devices, put near devices at regular distances."""
-    devices = within_host[0].size
-    if devices <= ALL_ORDERS:
-        return np.array(list(permutations(range(devices))), dtype=np.int64)
-    kinds = list(dict.fromkeys(within_host))
-    slowest = Links(
-        latency_s=np.max([links.latency_s for links in kinds], axis=0),
-        bandwidth_bytes_per_s=np.min([links.bandwidth_bytes_per_s for links in kinds], axis=0),
-    )
-    near_D = tiers_of(slowest).order_H
-    widths = [width for width in range(1, devices) if devices % width == 0]
-    return np.array([near_D.reshape(width, -1).T.ravel() for width in widths])
-
-
 # All placements of a layout on a few slots.
 
 AT_ONCE = 720 * 6**2
@@ -196,15 +115,12 @@ EXACT_QUANTUM = 128
 
 
 def exhaustion(problem: PlacementProblem, best: Placed, *, is_late: IsLate) -> Iterator[Placed]:
-    """Price all placements up to symmetry, in a fixed order, and yield the best so far.
-
-    The last result is optimal if no other order of devices inside hosts is faster.
-    """
+    """Price all placements up to symmetry, in a fixed order, and yield the best so far. The last result is optimal."""
     todo = placements(problem.layout, problem.slots)
     while not is_late():
         piece = list(islice(todo, EXACT_QUANTUM))
         if not piece:
-            yield replace(best, is_optimal=best.is_optimal or not are_uneven(problem.cluster.within_host))
+            yield replace(best, is_optimal=True)
             return
         best = best.or_faster(problem.best_of(piece))
         yield best
@@ -216,7 +132,7 @@ def are_few(layout: Layout, slots: Slots) -> bool:
 
 
 def num_placements(layout: Layout, slots: Slots) -> int:
-    """Count the placements with devices in the order of their numbers; placements with rotated rings count once."""
+    """Count the allowed placements; placements with rotated rings count once."""
     hosts, devices = slots.num_hosts, slots.devices_per_host
     if slots.num_slots > 64:
         # The exact number of placements takes long to compute and is far above every limit.
@@ -228,7 +144,7 @@ def num_placements(layout: Layout, slots: Slots) -> int:
 
 
 def placements(layout: Layout, slots: Slots) -> Iterator[Placement]:
-    """Yield all allowed placements with devices in the order of their numbers; rotated rings are yielded once.
+    """Yield all allowed placements; rotated rings are yielded once.
 
     If all data-parallel or all tensor-parallel indices grow by one, every group keeps its ranks and the order of its
     ring. Therefore only placements with data-parallel and tensor-parallel index 0 on slot 0 are yielded. With expert
@@ -281,12 +197,11 @@ def annealed(problem: PlacementProblem, start: Placed, *, steps: int, rng: rando
     here = best = start
     found_at, slots = 0, problem.slots
     devices = slots.devices_per_host
-    order_D = shared_order(start.placement, devices)
     for step in range(steps if _line_kinds(slots) else 0):
         if is_late() or step - found_at >= PATIENCE:
             break
         neighbours = [neighbour(here.placement, slots, rng) for _ in range(WIDTH)]
-        there = problem.best_of(in_device_order(neighbours, devices, order_D))
+        there = problem.best_of(in_device_order(neighbours, devices))
         temperature = START_TEMPERATURE * math.pow(END_TEMPERATURE / START_TEMPERATURE, step / steps)
         rise_s, scale_s = there.cost_s - here.cost_s, temperature * (start.cost_s - problem.bound_s)
         # Accept by Metropolis' rule. Always draw the number, so that rounding of costs cannot change later draws.

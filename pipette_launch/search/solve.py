@@ -358,7 +358,6 @@ def solve(
         plan,
         ranked=ranked,
         front=front,
-        reasons=(*plan.reasons, *explanations.kept_order(inputs, plan.chosen)),
         num_layouts=num_layouts,
         dropped=dict(dropped.most_common()),
         solve_s=clock() - started_s,

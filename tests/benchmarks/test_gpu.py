@@ -331,25 +331,6 @@ def test_losses_are_apart_by_their_largest_relative_difference() -> None:
     ]
 
 
-@pytest.mark.parametrize("wrong", ["", "all_gather of 8 MiB returned 7 instead of 3 at element 3"])
-def test_collectives_in_the_wrong_order_fail_the_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
-) -> None:
-    """One rank that received a wrong value is enough; the report says which."""
-    out = [json.dumps({"rank": rank, "met_s": 1.0, "codes_s": 0.5, "wrong": wrong * rank}) for rank in range(2)]
-    done = [launches.Run(code=0, out=line, err="", seconds=9.0, first_iteration_s=None, most_bytes=0) for line in out]
-    monkeypatch.setattr(ranks.Nodes, "run", lambda *_, **__: done)
-    book = notebook(tmp_path, "ranks", device=GPU)
-
-    ranks.meets(ranks.Nodes(book=book, folder=tmp_path), 2)
-
-    assert ([wrong] if wrong else []) == [one["why"] for one in book.failed]
-    said = f"WRONG: {wrong}" if wrong else "every part came from the right rank"
-    assert f"- Rank-coded all-gather and reduce-scatter of 2 ranks by nccl, 1 MiB to 64 MiB, 500 ms: {said}." in (
-        report.part_text(book.path)
-    )
-
-
 def test_a_rank_that_does_not_answer_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ring is not done, and its collectives are not taken for right."""
     done = launches.Run(code=0, out="", err="gone", seconds=9.0, first_iteration_s=None, most_bytes=0)

@@ -1,4 +1,4 @@
-"""Tests of hosts, slots, links and device orders."""
+"""Tests of hosts, slots and links."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from facts_for_tests import tiny_cluster
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Links
-from pipette_launch.facts.cluster import in_device_order, is_in_device_order, shared_order
+from pipette_launch.facts.cluster import in_device_order
 
 
 def test_slots_are_numbered_host_by_host() -> None:
@@ -109,22 +107,8 @@ def test_hosts_that_are_alike_share_their_links() -> None:
 
 
 def test_ranks_rise_with_devices() -> None:
-    """Each host keeps its ranks, which take its devices in order or in a common other order."""
+    """Each host keeps its ranks, which take its devices in order."""
     scrambled = (6, 1, 4, 3, 5, 0, 7, 2)
 
     assert [1, 3, 4, 6, 0, 2, 5, 7] == in_device_order(scrambled, 4).tolist()
-    assert [1, 4, 3, 6, 0, 5, 2, 7] == in_device_order(scrambled, 4, (0, 2, 1, 3)).tolist()
     assert [[0, 1], [2, 3]] == in_device_order([[1, 0], [3, 2]], 2).tolist()
-
-
-def test_hosts_share_an_order_or_none() -> None:
-    """The order lists the device of the lowest rank first. Two hosts with different orders have no common order."""
-    assert (0, 2, 1, 3) == shared_order((1, 4, 3, 6, 0, 5, 2, 7), 4)
-    assert shared_order((1, 0, 2, 3), 2) is None
-    assert (True, False) == (is_in_device_order((2, 3, 0, 1), 2), is_in_device_order((3, 2, 1, 0), 2))
-
-
-@given(st.permutations(range(12)), st.permutations(range(4)))
-def test_an_order_is_read_as_it_was_written(placement: list[int], order_D: list[int]) -> None:
-    """Reading gives the written order, for any placement and order."""
-    assert tuple(order_D) == shared_order(in_device_order(placement, 4, order_D), 4)

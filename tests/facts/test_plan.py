@@ -78,6 +78,18 @@ def test_no_time_has_no_rate() -> None:
     assert Rate.of(tiny_job(4), Layout(dp=4), 0.0, tiny_cluster(2, 2), dtype="fp32") is None
 
 
+def test_ranks_take_the_gpus_of_a_host_in_order() -> None:
+    """NCCL may return wrong slices with permuted GPUs. Hosts may exchange ranks, and gloo has no such fault."""
+    permuted = (0, 2, 1, 3, 4, 6, 5, 7)
+    made = replace(plan(Layout(dp=8), hosts=("a", "b")), devices_per_host=4)
+    exchanged = replace(made.chosen, placement=(4, 5, 6, 7, 0, 1, 2, 3))
+    made = replace(made, chosen=replace(made.chosen, placement=permuted))
+
+    assert replace(made, device_kind="cuda", chosen=exchanged)
+    with pytest.raises(FactError, match=r"a GPU with a higher number needs a higher rank, got placement \(0, 2, 1"):
+        replace(made, device_kind="cuda")
+
+
 NAMES = "abcdefg"
 
 

@@ -11,6 +11,7 @@ from search.worlds import named, on_gpus
 
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Layout, Plan
+from pipette_launch.facts.cluster import in_device_order
 from pipette_launch.facts.co_location import Domains
 from pipette_launch.launch.cache import adopt, check_belongs, kept_together
 
@@ -87,11 +88,15 @@ def test_the_last_resort_is_this_jobs_own() -> None:
 
 
 def swapped(made: Plan, *slots: int) -> Plan:
-    """A plan on GPUs; two slots of its chosen placement have exchanged their ranks."""
+    """A plan on GPUs; slots of two hosts have exchanged their ranks, and each host takes its GPUs in order."""
     ranks = list(made.chosen.placement)
     for one, other in zip(slots[::2], slots[1::2], strict=True):
         ranks[one], ranks[other] = ranks[other], ranks[one]
-    return replace(made, device_kind="cuda", chosen=replace(made.chosen, placement=tuple(ranks)))
+    chosen, *others = (
+        replace(one, placement=tuple(in_device_order(placement, made.devices_per_host).tolist()))
+        for one, placement in ((made.chosen, ranks), *((one, one.placement) for one in made.alternatives))
+    )
+    return replace(made, device_kind="cuda", chosen=chosen, alternatives=tuple(others))
 
 
 def test_what_must_lie_together_no_plan_splits() -> None:
@@ -99,7 +104,7 @@ def test_what_must_lie_together_no_plan_splits() -> None:
     job = tiny_job(performance_flags=("--tp-comm-overlap",))
     made = plan(Layout(tp=2, dp=2), Layout(tp=4), Layout(dp=4))
 
-    kept, _ = adopt(swapped(made, 0, 1), job, "k", "mine.json")
+    kept, _ = adopt(swapped(made), job, "k", "mine.json")
     with pytest.raises(PlanError) as caught:
         adopt(swapped(made, 1, 3), job, "k", "mine.json")
 

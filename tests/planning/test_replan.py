@@ -327,16 +327,6 @@ EXPECTED["no restarts left"] = {**TRAINING, **dict.fromkeys(("died early", "died
 EXPECTED["on template"] = {**TRAINING, "host came back": UseFallback}
 
 
-def test_a_check_of_a_device_order_that_breaks_off_keeps_the_plan() -> None:
-    """As in the training that follows, nothing is measured again, and fallback plans count."""
-    own = replace(WITH_TEMPLATE.own, placement=tuple(range(6)))
-    permuted = replace(TRAINS, plan=replace(WITH_TEMPLATE, own=own), proven=True, restarts_left=1)
-    held = replace(permuted, phase="trial", checks_order=True, trial=1)
-
-    assert Keep(proven=True, restarts_left=1) == decide([record(host) for host in "abcs"], [*"abcs"], held)
-    assert isinstance(decide([record(host) for host in "acs"], [*"acs"], held), UseFallback)
-
-
 def test_too_few_nodes_are_left_at_the_first_meeting() -> None:
     """One was lost between torch's rendezvous and the first decision."""
     step = decide([record("a"), record("b")], ["a", "b"], None, least_nodes=3)

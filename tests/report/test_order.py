@@ -59,10 +59,10 @@ def test_a_device_order_follows_the_devices_that_the_node_gave() -> None:
     """Names in CUDA_VISIBLE_DEVICES change places; a list that hides a device is an error."""
     script = order_files(planned([1, 0]), "ray", {})["rank.sh"]
     given = {"PIPETTE_NODE": "n0", "LOCAL_RANK": "0"}
-    one = order_files(planned([1, 0], hosts=["n0"]), "ray", {})["rank.sh"]
+    one = order_files(planned([1, 2, 0, 3]), "ray", {})["rank.sh"]
 
     assert "1 0 2 1 4 \n" == run(script, **given, CUDA_VISIBLE_DEVICES="4").stdout
-    assert "0 0 2 2 GPU-b,GPU-a \n" == run(one, **given, CUDA_VISIBLE_DEVICES="GPU-a,GPU-b").stdout
+    assert "2 0 4 2 GPU-b,GPU-a \n" == run(one, **given, CUDA_VISIBLE_DEVICES="GPU-a,GPU-b").stdout
     assert "no device 1 in 4" in run(one, **given, CUDA_VISIBLE_DEVICES="4").stderr
 
 
@@ -114,13 +114,13 @@ def test_where_ranks_meet(target: str, variables: dict[str, str], expected: str)
 @given(st.permutations(range(8)))
 def test_whole_hosts_one_after_another(ranks: list[int]) -> None:
     """Each host has successive ranks, in the order in which its devices had ranks; such a plan stays as it is."""
-    made = planned(ranks, hosts=["a", "b"])
+    made = planned(ranks, hosts=["a", "b"], kind="cpu")
     found = by_host(made)
 
     for row, before in ((found[:4], ranks[:4]), (found[4:], ranks[4:])):
         assert sorted(row) in ([0, 1, 2, 3], [4, 5, 6, 7])
         assert sorted(range(4), key=lambda device: row[device]) == sorted(range(4), key=lambda device: before[device])
-    assert found == by_host(planned(found, hosts=["a", "b"]))
+    assert found == by_host(planned(found, hosts=["a", "b"], kind="cpu"))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from facts_for_tests import drawn_cluster, tiny_cluster, tiny_job, tiny_measurements, tiny_model
-from search.worlds import ALL_FIELDS, nvlink_racks, planned, slow_neighbours, splits, still, with_experts
+from search.worlds import nvlink_racks, planned, splits, still, with_experts
 
 from pipette_launch.cost.compute.carried_over import with_extrapolated_times
 from pipette_launch.errors import LayoutError, MegatronError, PipetteError
@@ -238,17 +238,6 @@ def test_ranks_are_placed_anew_for_the_hosts_that_are_left() -> None:
     assert chosen.layout == placed.layout
     assert placed.step_time_s <= late.step_time_s <= where_it_was * (1 + 1e-9)
     assert placed.step_time_s == pytest.approx(inputs.predictor.step_time(placed.layout, placed.placement).total_s)
-
-
-def test_ranks_of_one_host_change_places_anew_on_many_slots() -> None:
-    """A TP group leaves two slots of one host that slow links join now."""
-    own = Layout(tp=2, dp=18)
-    job = tiny_job(36, own=own, batch=Batch(global_batch_size=36), pinned=ALL_FIELDS)
-    chosen = planned(job, tiny_measurements(tiny_cluster(9, 4))).chosen
-    inputs = SearchInputs.of(job, slow_neighbours(), memory_margin=0.0)
-    where_it_was = inputs.predictor.step_time(own, chosen.placement).total_s
-
-    assert placed_anew(inputs, chosen, seed=0, is_late=lambda: False).step_time_s < 0.9 * where_it_was
 
 
 def expert_job(num_hosts: int) -> Job:

@@ -16,11 +16,11 @@ from search.fabrics import fat_tree
 from search.problems import starts
 from search.test_step_model import job_of
 from search.toys import after, link_cost, never, random_distances
-from search.worlds import improvements, nvlink_racks, with_experts
+from search.worlds import improvements, is_in_device_order, nvlink_racks, with_experts
 
 from pipette_launch.cost.step.predictor import PlacementCost, Predictor
 from pipette_launch.facts import Cluster, Layout, Links
-from pipette_launch.facts.cluster import in_device_order, is_in_device_order
+from pipette_launch.facts.cluster import in_device_order
 from pipette_launch.facts.co_location import RankBlock
 from pipette_launch.search.placement import exhaustion, neighbour, rearranged, shuffled
 from pipette_launch.search.slots import Objective, Placed, PlacementProblem, Slots, Tiers, host_order, tiers_of

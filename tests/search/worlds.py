@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 from search.fabrics import cluster_with, fat_tree
 from search.toys import never
 
 from pipette_launch.facts import Batch, Choice, Cluster, Job, Layout, Links, Measurements, Plan, Provenance
+from pipette_launch.facts.cluster import in_device_order
 from pipette_launch.facts.co_location import Domains, RankBlock, blocks_of
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.placement import ROUNDS, are_few, begin, improve
@@ -42,20 +43,15 @@ def named(cluster: Cluster, device: str) -> Cluster:
     return replace(cluster, hosts=hosts)
 
 
+def is_in_device_order(placement: Sequence[int], devices: int) -> bool:
+    """Whether a higher device has a higher rank on each host."""
+    return list(placement) == in_device_order(placement, devices).tolist()
+
+
 def nvlink_racks(hosts: int, rack: int, devices: int, *, seed: int = 0) -> Cluster:
     """Hosts of GB200 in NVLink domains of so many hosts, in a shuffled order."""
     fabric = fat_tree(hosts, sizes=(rack,), bytes_per_s=(7e11, 5e10), noise=0.05, seed=seed)
     return named(on_gpus(cluster_with(fabric.links, devices=devices)), "GB200-NVL72")
-
-
-def slow_neighbours() -> Measurements:
-    """Nine hosts of four devices; on the first host links are slow from slot 0 to 1 and from 2 to 3."""
-    cluster = tiny_cluster(9, 4)
-    links = cluster.within_host[0]
-    speeds = np.array(links.bandwidth_bytes_per_s)
-    speeds[[0, 1, 2, 3], [1, 0, 3, 2]] /= 20
-    slow = replace(links, bandwidth_bytes_per_s=speeds)
-    return tiny_measurements(replace(cluster, within_host=(slow, *cluster.within_host[1:])))
 
 
 def with_experts(measured: Measurements) -> Measurements:

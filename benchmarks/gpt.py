@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipette_launch.facts import Batch, Job, Layout, ModelSpec
+from pipette_launch.facts.job import PerformanceOptions
 
 
 def gpt_job(
@@ -47,6 +48,7 @@ def gpt_job(
         optimizer="adam",
         log_interval=1,
         train_iters=None,
+        options=PerformanceOptions(),
         performance_flags=(),
     )
 

@@ -20,8 +20,10 @@ from pipette_launch.facts import (
     Samples,
     StageReading,
 )
+from pipette_launch.facts.job import PerformanceOptions
 from pipette_launch.facts.measurements import CollectiveTime, memory_digest
 from pipette_launch.facts.model import GatedDelta, LatentAttention
+from pipette_launch.megatron.performance import options_of_flags
 
 DELTA_NET = GatedDelta(
     linear_conv_kernel_dim=4,
@@ -100,9 +102,16 @@ def tiny_job(world_size: int = 4, **changes: object) -> Job:
         optimizer="adam",
         log_interval=1,
         train_iters=10,
+        options=PerformanceOptions(),
         performance_flags=(),
     )
-    return replace(job, **changes)  # type: ignore[arg-type]
+    return changed_job(job, **changes)
+
+
+def changed_job(job: Job, **changes: object) -> Job:
+    """The job with other fields; its options are those of its flags and its release."""
+    job = replace(job, **changes)  # type: ignore[arg-type]
+    return replace(job, options=options_of_flags(job.performance_flags, job.megatron_version))
 
 
 def tiny_cluster(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from benchmarks.gpt import gpt_job
 from benchmarks.gpu.jobs import DeviceKind, kernel_flags
 from pipette_launch.facts import Job, Layout
+from pipette_launch.megatron.performance import options_of_flags
 from pipette_patches.replacements import Replacements, megatron_core_version
 from pipette_patches.without_cuda import WITHOUT_ENGINE
 from pipette_patches.workload import Part, Workload
@@ -76,7 +77,9 @@ def job_of(shape: Shape, layout: Layout, *, has_te: bool) -> Job:
         moe_router_topk=2,
         moe_ffn_hidden_size=shape.ffn,
     )
-    return replace(job, model=model, performance_flags=kernel_flags(has_te=has_te))
+    flags = kernel_flags(has_te=has_te)
+    options = options_of_flags(flags, job.megatron_version)
+    return replace(job, model=model, performance_flags=flags, options=options)
 
 
 def has_transformer_engine(device_kind: str) -> bool:

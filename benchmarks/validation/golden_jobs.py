@@ -10,9 +10,9 @@ from typing import Any
 from benchmarks.validation.golden_rows import GoldenLayout, GoldenRow
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
+from pipette_launch.facts.job import ALLOCATOR_VARIABLES
 from pipette_launch.megatron import read_job
 from pipette_launch.megatron.flags import Flag, flag_table, known_release, release_of, releases
-from pipette_launch.megatron.performance import VARIABLES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +96,7 @@ def _read(words: Sequence[str], row: GoldenRow, version: str) -> Job:
         device_kind="cuda",
         without_probes=True,
         # Measured are bytes that were allocated, so twins under other options of the allocator stay one family.
-        environment={name: value for name, value in variables.items() if name not in VARIABLES},
+        environment={name: value for name, value in variables.items() if name not in ALLOCATOR_VARIABLES},
         device_name="" if row.gpu == "unknown" else row.gpu,
     )
 

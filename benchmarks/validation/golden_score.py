@@ -19,6 +19,7 @@ from benchmarks.validation.workspace import (
     stated_bytes,
 )
 from pipette_launch.facts import Job, ModelSpec
+from pipette_launch.facts.job import PerformanceOptions
 from pipette_launch.text import MIB
 
 DATA = "golden memory"
@@ -84,7 +85,8 @@ def _family_keys(read: ReadLayout) -> Iterable[tuple[object, ...]]:
 def bare(job: Job) -> Job:
     """Return the job without what tells twins apart: releases, lengths, and what a GPU type chooses."""
     model, job = replace(job.model, attention_backend="auto"), replace(job, compute_capability=None)
-    return replace(job, model=model, megatron_version="", notes=(), pinned=(), log_interval=1, train_iters=None)
+    job = replace(job, model=model, megatron_version="", options=PerformanceOptions())
+    return replace(job, notes=(), pinned=(), log_interval=1, train_iters=None)
 
 
 def total_parameters(model: ModelSpec) -> float:

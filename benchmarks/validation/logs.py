@@ -19,6 +19,7 @@ from pipette_launch.cost.memory.peak import MemoryParts, peak_memory_bytes
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
 from pipette_launch.facts.accelerators import DeviceSpec
+from pipette_launch.megatron.performance import options_of_flags
 from pipette_launch.text import MIB
 
 DATA = "public logs"
@@ -208,7 +209,10 @@ def _stage(row: Row) -> Stage | str:
 def of_release(job: Job, code: str) -> Job:
     """Count a job as the release that ran it does, where the page names one; flags are read as the nearest known."""
     release = re.search(r"\d+\.\d+(\.\d+)?", code)
-    return replace(job, megatron_version=release[0]) if release else job
+    if not release:
+        return job
+    options = options_of_flags(job.performance_flags, release[0])
+    return replace(job, megatron_version=release[0], options=options)
 
 
 def closed_form(stage: Stage) -> tuple[float, float]:

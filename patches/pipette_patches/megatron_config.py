@@ -17,7 +17,7 @@ import torch
 
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job, Layout, ModelSpec
-from pipette_launch.megatron.performance import given_options, performance_options
+from pipette_launch.megatron.performance import given_options
 
 
 class NotModelledError(PipetteError):
@@ -125,7 +125,7 @@ def differences(job: Job) -> tuple[str, ...]:
         expert_flags = [flag for flag in _EXPERT_FLAGS_NOT_MODELLED if flag in job.performance_flags]
         if expert_flags:
             found.append(f"experts were executed without {', '.join(expert_flags)}")
-        dispatcher = performance_options(job).moe_token_dispatcher_type
+        dispatcher = job.options.moe_token_dispatcher_type
         if dispatcher == "flex":
             found.append("the flex dispatcher was executed as alltoall with fused permutation")
     return tuple(found)
@@ -136,7 +136,7 @@ def rank_config(job: Job, layout: Layout, *, chunks: tuple[int, ...], changes: M
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     model, interleaved = job.model, layout.vpp > 1
-    overlaps_p2p = interleaved and performance_options(job).overlap_p2p_comm
+    overlaps_p2p = interleaved and job.options.overlap_p2p_comm
     fields = {
         **_model_fields(model, sum(chunks)),
         "transformer_impl": model.transformer_impl,
@@ -182,7 +182,7 @@ def _expert_fields(job: Job) -> dict[str, Any]:
     model = job.model
     if not model.num_experts:
         return {}
-    dispatcher = performance_options(job).moe_token_dispatcher_type
+    dispatcher = job.options.moe_token_dispatcher_type
     return {
         "moe_router_topk": model.moe_router_topk,
         "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
@@ -247,7 +247,7 @@ def ddp_config(job: Job, layout: Layout, *, num_parameters: int) -> Any:
     """Make the DistributedDataParallelConfig of one rank, which sets the gradient buffers and their buckets."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    given, options = given_options(job), performance_options(job)
+    given, options = given_options(job), job.options
     bucket_size = given.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * layout.dp * layout.cp)
     if "ddp_num_buckets" in given:
         bucket_size = num_parameters // given["ddp_num_buckets"]

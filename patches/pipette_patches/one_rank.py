@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from pipette_launch.facts import Cell, Job, Layout
 from pipette_launch.facts.schedule import num_warmup, schedule_table
-from pipette_launch.megatron.performance import performance_options
 from pipette_patches import megatron_config
 from pipette_patches.storage_meter import StorageMeter, current, local, under
 
@@ -52,7 +51,7 @@ def initialize(job: Job, layout: Layout) -> None:
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-        num_distributed_optimizer_instances=performance_options(job).num_distributed_optimizer_instances,
+        num_distributed_optimizer_instances=job.options.num_distributed_optimizer_instances,
         order="tp-cp-ep-pp-dp" if layout.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         create_gloo_process_groups=False,
     )
@@ -216,7 +215,7 @@ class Trainer:
             with self.meter.labelled("weights"):
                 chunks = [Float16Module(self.config, chunk) for chunk in chunks]
         ddp = megatron_config.ddp_config(self.job, self.layout, num_parameters=count)
-        options = performance_options(self.job)
+        options = self.job.options
         no_buckets = options.overlap_param_gather_with_optimizer_step
         wrapper = FullyShardedDataParallel if options.use_megatron_fsdp else DistributedDataParallel
         with self.meter.labelled("gradients"):
@@ -269,7 +268,7 @@ class Trainer:
             "loss_mask": torch.ones(size, length, dtype=torch.float32, device="cuda"),
             "position_ids": torch.zeros(size, length, dtype=torch.int64, device="cuda"),
         }
-        if performance_options(self.job).create_attention_mask_in_dataloader:
+        if self.job.options.create_attention_mask_in_dataloader:
             batch["attention_mask"] = torch.zeros(size, 1, length, length, dtype=torch.bool, device="cuda")
         if self.layout.cp == 1:
             return batch

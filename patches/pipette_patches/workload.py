@@ -204,6 +204,7 @@ def one_of_each(job: Job, case: ComputeCase, *, device_kind: str) -> tuple[Job, 
         model=dataclasses.replace(model, **changes),
         batch=dataclasses.replace(job.batch, global_batch_size=case.micro_batch_size),
         # Megatron-FSDP gathers the weights of whole layers, whose time the planner adds.
+        options=dataclasses.replace(job.options, use_megatron_fsdp=False, num_distributed_optimizer_instances=1),
         performance_flags=tuple(flag for flag in job.performance_flags if not flag.startswith(_OF_MANY_RANKS)),
     )
     return small, layout, notes

@@ -83,7 +83,9 @@ def to_plain(value: Any) -> Any:
     if type(value) in _SCALARS:
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        values = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+        omits_defaults = getattr(value, "OMITS_DEFAULTS", False)
+        return {field.name: to_plain(one) for field, one in values if not omits_defaults or one != field.default}
     if isinstance(value, (tuple, list)):
         return [to_plain(item) for item in value]
     if isinstance(value, dict):
@@ -303,7 +305,8 @@ def _fields(kind: Any) -> tuple[dict[str, Callable[[Any, str], Any]], frozenset[
     """Return the reader of each field, and the names of the fields that a file must have."""
     hints = typing.get_type_hints(kind)
     fields = dataclasses.fields(kind)
-    required = frozenset(field.name for field in fields if not field.metadata.get("added_later"))
+    has_defaults = getattr(kind, "OMITS_DEFAULTS", False)
+    required = frozenset(field.name for field in fields if not has_defaults and not field.metadata.get("added_later"))
     return {field.name: _reader(hints[field.name]) for field in fields}, required
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from pipette_launch.facts.files import ADDED_LATER, check_numbers
 from pipette_launch.facts.layout import Layout
@@ -31,7 +32,10 @@ RING = "p2p"
 SHARDS_GRADIENTS = ("optim_grads", "optim_grads_params")
 """Strategies of Megatron-FSDP that shard gradients (--data-parallel-sharding-strategy)."""
 
-EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables with allocator options. The first variable that is set counts, even if its text is empty."""
+EXPANDABLE = "expandable_segments"
+EXPANDABLE_SEGMENTS = f"{ALLOCATOR_VARIABLES[0]}={EXPANDABLE}:True"
 """Setting of torch's allocator that lessens its cache."""
 
 
@@ -114,8 +118,11 @@ def _option(flag: str, *, default: bool) -> bool:
 class PerformanceOptions:
     """Values of Megatron's options. Field names are Megatron's destinations, and defaults are Megatron's defaults.
 
-    `megatron.performance` reads the options of a job. To read a further flag, add a field to this class.
+    `megatron.performance` reads the options from a command line. To read a further flag, add a field to this class.
     """
+
+    OMITS_DEFAULTS: ClassVar[bool] = True
+    """Files name only the options that differ from these defaults."""
 
     # Precision.
     accumulate_allreduce_grads_in_fp32: bool = False
@@ -300,6 +307,12 @@ def flag_of(option: str) -> str:
     return str(_OPTIONS[option].metadata.get("flag", f"--{option.replace('_', '-')}"))
 
 
+def allocator_options(config: str) -> dict[str, str]:
+    """Split `a:1,b:[64:8,>:1]` into names and values. The last of several values counts."""
+    items = (item.partition(":") for item in re.split(r",(?![^\[]*\])", config))
+    return {name: value for name, _, value in items if name}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
     """Number of samples of one optimizer step (global batch size), which is equal for all layouts."""
@@ -330,8 +343,10 @@ class Job:
     optimizer: str
     log_interval: int
     train_iters: int | None
+    options: PerformanceOptions = field(hash=False)
+    """Megatron's options that affect time, memory or legality, with the defaults of the job's release."""
     performance_flags: tuple[str, ...]
-    """Sorted flags, as `--flag value`, which `megatron.performance.performance_options` reads."""
+    """Sorted flags of these options and of the options without a formula, as `--flag value`, for notes and digests."""
     cublas_workspace_config: str = field(default="", metadata=ADDED_LATER)
     """CUBLAS_WORKSPACE_CONFIG of the workers, which sets the size of cuBLAS's buffers.
 

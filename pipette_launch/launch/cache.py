@@ -17,7 +17,6 @@ from pipette_launch.facts.fabric import made_up_names
 from pipette_launch.facts.measurements import memory_digest
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.facts.plan import Shortage
-from pipette_launch.megatron.performance import performance_options
 from pipette_launch.planning.plan_key import lasting, steering
 
 Kept = TypeVar("Kept", bound=files.Document)
@@ -328,7 +327,7 @@ def kept_together(plan: Plan, job: Job, domains: Domains, source: str) -> Plan:
 
     def fault(choice: Choice) -> str:
         try:
-            blocks = blocks_of(job.model, performance_options(job), choice.layout, domains)
+            blocks = blocks_of(job.model, job.options, choice.layout, domains)
         except LayoutError as error:
             return str(error)
         split = domains.split(blocks, choice.placement)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import lru_cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Job
-from pipette_launch.facts.job import ITERATION, LOCAL, SCRIPT_ONLY, PerformanceOptions
+from pipette_launch.facts.job import (
+    ALLOCATOR_VARIABLES,
+    EXPANDABLE,
+    ITERATION,
+    LOCAL,
+    SCRIPT_ONLY,
+    PerformanceOptions,
+    allocator_options,
+)
 from pipette_launch.megatron.chunks import HYBRID_SPECS, PATTERN_DESTS
 from pipette_launch.megatron.flags import EFFECTS, Arguments, flag_defaults, release_of, releases
 from pipette_launch.megatron.model import FIRST_ABSORBED, GATED_DELTA_NETS
@@ -28,9 +34,6 @@ DESTS = {*_ITEM_TYPES, *_READ_ELSEWHERE, *NOT_PRICED, *(dest for dest in EFFECTS
 
 Jobs that differ in one of these flags must not share plans or measurements.
 """
-VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Environment variables with allocator options. The first variable that is set counts, even if its text is empty."""
-EXPANDABLE = "expandable_segments"
 _FIRST_OFFLOAD_SHARE = (0, 19)
 _FIRST_PARTS = (0, 16)
 """First release whose local CUDA graphs may hold parts of a layer."""
@@ -77,7 +80,7 @@ def plannable_offload(job: Job) -> list[tuple[str, ...]]:
     The result is empty if the release cannot offload a share, if a flag decides on offloading or may exclude it, or if
     no module of the model is known to be offloaded.
     """
-    options, model = performance_options(job), job.model
+    options, model = job.options, job.model
     decides = options.fine_grained_activation_offloading or options.cpu_offloading_num_layers
     excludes = (
         *(options.graphs.impl != "none", options.overlap_moe_expert_parallel_comm, options.moe_paged_stash),
@@ -91,16 +94,11 @@ def plannable_offload(job: Job) -> list[tuple[str, ...]]:
     return [modules for modules in dict.fromkeys((experts, experts + attention)) if modules]
 
 
-def performance_options(job: Job) -> PerformanceOptions:
-    """Return the options of a job: the values of its performance flags, otherwise the defaults of the job's release.
+def options_of_flags(flags: Sequence[str], version: str) -> PerformanceOptions:
+    """Return the options that texts such as `--flag value` set, and the defaults of a release for other options.
 
     Published measurements contain jobs of releases before 0.14, whose flags are read as flags of 0.14.
     """
-    return _options_of_job(job.performance_flags, job.megatron_version)
-
-
-@lru_cache(maxsize=64)
-def _options_of_job(flags: tuple[str, ...], version: str) -> PerformanceOptions:
     return options_of(_arguments(flags, version))
 
 
@@ -110,7 +108,7 @@ def given_options(job: Job) -> dict[str, Any]:
     return {token.dest: token.value for token in arguments.tokens if token.dest}
 
 
-def _arguments(flags: tuple[str, ...], version: str) -> Arguments:
+def _arguments(flags: Sequence[str], version: str) -> Arguments:
     # With `=` a single value may begin with a minus, such as in `--window-size=-1,0`.
     words = [word for flag in flags for word in (flag.replace(" ", "=") if flag.count(" ") == 1 else flag).split()]
     try:
@@ -146,7 +144,7 @@ def allocator_config(environment: Mapping[str, str]) -> str:
 
     The result is empty if no variable sets options. Raise MegatronError if torch would refuse the options at import.
     """
-    name = next((variable for variable in VARIABLES if variable in environment), VARIABLES[0])
+    name = next((variable for variable in ALLOCATOR_VARIABLES if variable in environment), ALLOCATOR_VARIABLES[0])
     config = "".join(environment.get(name, "").split())
     options = allocator_options(config)
     for option in options:
@@ -158,9 +156,3 @@ def allocator_config(environment: Mapping[str, str]) -> str:
             f"{name}={config}: torch refuses {EXPANDABLE}:{value}; write {EXPANDABLE}:True or {EXPANDABLE}:False"
         )
     return config
-
-
-def allocator_options(config: str) -> dict[str, str]:
-    """Split `a:1,b:[64:8,>:1]` into names and values. The last of several values counts."""
-    items = (item.partition(":") for item in re.split(r",(?![^\[]*\])", config))
-    return {name: value for name, _, value in items if name}

@@ -15,7 +15,13 @@ from pipette_launch.megatron.checkpoint_files import checkpoint_folder, with_che
 from pipette_launch.megatron.flags import Arguments, release_of
 from pipette_launch.megatron.layout import read_batch, read_layout, read_stand_in
 from pipette_launch.megatron.model import read_model, required_flags
-from pipette_launch.megatron.performance import allocator_config, performance_flags, unmodelled, unpriced_note
+from pipette_launch.megatron.performance import (
+    allocator_config,
+    options_of,
+    performance_flags,
+    unmodelled,
+    unpriced_note,
+)
 from pipette_launch.megatron.pins import fixed_fields, foreign_pins, pins, refusals
 from pipette_launch.megatron.rules.judge import check_formats, check_own, rule_faults
 from pipette_launch.megatron.script import Foreign, foreign_model, trains_nothing
@@ -190,6 +196,7 @@ class _Reader:
             pinned=tuple(sorted(own.pinned)),
             notes=tuple(dict.fromkeys(filter(None, notes))),
             **_training(given, batch, environment),
+            options=options_of(given),
             performance_flags=performance_flags(given, every=bool(self.foreign.name)),
         )
         if self.for_planning:

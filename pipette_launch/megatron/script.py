@@ -18,7 +18,7 @@ from pipette_launch.facts.job import OTHER_MODELS
 from pipette_launch.megatron.chunks import PATTERN_DESTS, RATIO_DESTS, SPLIT_DESTS
 from pipette_launch.megatron.flags import Arguments, flag_table, newest_release
 from pipette_launch.megatron.layout import known_dest, read_batch, stacks_of, write_arguments
-from pipette_launch.megatron.performance import options_of, performance_options
+from pipette_launch.megatron.performance import options_of
 from pipette_launch.megatron.tokenizers import NOT_GPT
 
 DESCRIBED, HELPERS = {"gpt", "hybrid", "mamba"}, {"backends", "common"}
@@ -125,7 +125,7 @@ def environment(job: Job, layout: Layout, *, device_kind: str, device_name: str)
     opposite, and a user of the overlap of expert exchanges may choose (arguments.py:622, 687, 927-953).
     """
     is_blackwell = device_kind == "cuda" and (compute_capability(device_name) or 0) >= _BLACKWELL
-    options = performance_options(job)
+    options = job.options
     chooses = options.use_megatron_fsdp or options.use_torch_fsdp2 or options.overlap_moe_expert_parallel_comm
     is_needed = not (is_blackwell or chooses or layout.tp == layout.cp == 1)
     # Megatron asserts the older offloading of Transformer Engine, which leaves weights on the device.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pipette_launch.facts import Host, Job, files
-from pipette_launch.megatron.performance import VARIABLES as ALLOCATOR_VARIABLES
+from pipette_launch.facts.job import ALLOCATOR_VARIABLES
 
 STEERING = (
     # Variables of torch, of its compiler, and of its allocator, on which the memory lost to fragments depends.

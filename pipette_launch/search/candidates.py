@@ -17,7 +17,6 @@ from pipette_launch.facts import Cluster, Job, Layout, Measurements, files
 from pipette_launch.facts.co_location import Domains, RankBlock, blocks_of
 from pipette_launch.facts.layout import LayoutColumns, grouped
 from pipette_launch.facts.measurements import MemoryNeed
-from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.placement import ROUNDS, begin, exchange_devices, improve
 from pipette_launch.search.slots import IsLate, Placed, Placement, PlacementProblem, host_order
 
@@ -122,7 +121,7 @@ class SearchInputs:
         """Return blocks of ranks that must share a host or an NVLink domain; LayoutError if a block is too large."""
         if self.cluster.device_kind != "cuda":
             return ()
-        return blocks_of(self.job.model, performance_options(self.job), layout, self.domains)
+        return blocks_of(self.job.model, self.job.options, layout, self.domains)
 
     def limit_bytes(self, layout: Layout) -> int:
         """Return the bytes that a rank's tensors may need: free memory, less margin and overhead."""

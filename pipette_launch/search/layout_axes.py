@@ -16,7 +16,6 @@ from typing import TypeVar
 from pipette_launch.facts import Job, ModelSpec, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE, MemoryOptions
 from pipette_launch.megatron.chunks import Split
-from pipette_launch.megatron.performance import performance_options
 from pipette_launch.megatron.rules.broken import Rules
 from pipette_launch.megatron.rules.flags import RECOMPUTED_SINCE
 
@@ -316,7 +315,7 @@ def cheap_modules(job: Job) -> Iterator[str]:
     if model.transformer_impl == "local" or model.attention_backend in ("unfused", "local"):
         # The local and the unfused attention store score matrices. Flash and cuDNN attention do not.
         yield "core_attn"
-    if has_engine and model.num_experts and performance_options(job).moe_grouped_gemm:
+    if has_engine and model.num_experts and job.options.moe_grouped_gemm:
         yield "moe_act"
     if has_engine and model.latent_attention:
         yield "mla_up_proj"

@@ -22,7 +22,6 @@ from pipette_launch.facts import Choice, Cluster, Job, Layout, Recompute
 from pipette_launch.facts.job import flag_of
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.schedule import FOLDING_RELEASE, RELEASES, PassTimes, Schedule, ScheduleFile, schedule_of
-from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.candidates import Candidate, Promising, SearchInputs
 from pipette_launch.search.choose import choice_of
 from pipette_launch.search.placement import begin, improved_once
@@ -54,7 +53,7 @@ def unsupported(job: Job, cluster: Cluster) -> str:
     if not RELEASES[0] <= job.release < RELEASES[1]:
         known = "from {}.{} on and before {}.{}".format(*RELEASES[0], *RELEASES[1])
         return f"they run with megatron-core {known}, and the job has {job.megatron_version}"
-    options = performance_options(job)
+    options = job.options
     faults = [flag_of(name) for name in _ONLY_STOCK if getattr(options, name)]
     if options.graphs.impl != "none":
         faults.append(f"{flag_of('cuda_graph_impl')} {options.graphs.impl}")

@@ -2,7 +2,8 @@
 
 import pytest
 
-from pipette_launch.facts.job import OPTIMIZERS, flag_of
+from pipette_launch.facts import files
+from pipette_launch.facts.job import OPTIMIZERS, PerformanceOptions, flag_of
 from pipette_launch.megatron.flags import flag_table, releases
 
 
@@ -23,6 +24,16 @@ def test_an_unknown_option_is_refused() -> None:
     """An unknown option raises an error instead of appearing in a message."""
     with pytest.raises(KeyError, match="no_such"):
         flag_of("no_such")
+
+
+def test_a_file_names_only_the_options_that_are_no_defaults() -> None:
+    """A message to a thousand workers does not repeat a hundred defaults, and reading restores them."""
+    options = PerformanceOptions(fp8="hybrid", cuda_graph_modules=("attn",))
+
+    plain = files.to_plain(options)
+
+    assert plain == {"fp8": "hybrid", "cuda_graph_modules": ["attn"]}
+    assert files.from_plain(PerformanceOptions, plain, "here") == options
 
 
 def test_every_optimizer_of_megatron_has_its_facts() -> None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from facts_for_tests import drawn_cluster, tiny_cluster, tiny_job, tiny_measurements, tiny_model
+from facts_for_tests import changed_job, drawn_cluster, tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -139,7 +139,7 @@ def test_a_reading_is_of_one_job() -> None:
     assert memory_digest(job) == memory_digest(replace(job, own=Layout(tp=4), pinned=("tp",), train_iters=99))
     assert memory_digest(job) != memory_digest(replace(job, batch=Batch(global_batch_size=4)))
     assert memory_digest(job) != memory_digest(replace(job, model=tiny_model(num_layers=8)))
-    assert memory_digest(job) != memory_digest(replace(job, megatron_version="0.17.0"))
+    assert memory_digest(job) != memory_digest(changed_job(job, megatron_version="0.17.0"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,7 +97,7 @@ def stages() -> dict[str, Any]:
     """Peaks of a stage that fits, of one that does not, and of the first again, by the warm-up's own probe."""
     from dataclasses import replace
 
-    from patches.stage_cases import FLAGS, LLAMA, job_of
+    from patches.stage_cases import LLAMA, job_of
     from torch.distributed import HashStore
 
     from pipette_launch.facts import ComputeCase, Layout
@@ -114,7 +114,7 @@ def stages() -> dict[str, Any]:
     workload.load("cuda")
     layout = Layout(pp=4, dp=16, use_distributed_optimizer=True)
     changes = LLAMA | {"hidden_size": 1024, "ffn_hidden_size": 2816, "num_attention_heads": 8, "kv_channels": 128}
-    job = replace(job_of(changes, layout), performance_flags=(*FLAGS, "--no-persist-layer-norm", "--no-rope-fusion"))
+    job = job_of(changes, layout, ("--no-persist-layer-norm", "--no-rope-fusion"))
     small = replace(layout, micro_batch_size=2)
     # Scores of 8 heads over 2,048 samples of 128 tokens in bf16, some for each layer: many hundred GiB.
     huge = replace(layout, micro_batch_size=1 << 18)

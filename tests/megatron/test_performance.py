@@ -18,7 +18,7 @@ from pipette_launch.megatron.performance import (
     allocator_config,
     allocator_options,
     given_options,
-    performance_options,
+    options_of_flags,
     plannable_offload,
 )
 
@@ -36,7 +36,7 @@ def test_options_are_read_from_a_jobs_flags() -> None:
         "--rampup-batch-size 2 2 100",
     )
 
-    assert performance_options(tiny_job(performance_flags=flags)) == PerformanceOptions(
+    assert tiny_job(performance_flags=flags).options == PerformanceOptions(
         fp8="hybrid",
         moe_aux_loss_coeff=(0.0, 0.01),
         moe_grouped_gemm=True,
@@ -58,7 +58,7 @@ def test_options_are_read_from_a_jobs_flags() -> None:
 )
 def test_defaults_are_megatrons(version: str, defaults: PerformanceOptions) -> None:
     """A job without performance flags has the defaults of its release."""
-    assert performance_options(tiny_job(megatron_version=version)) == defaults
+    assert tiny_job(megatron_version=version).options == defaults
 
 
 def test_a_value_with_a_minus_leaves_the_release_as_it_is() -> None:
@@ -73,12 +73,8 @@ def test_a_value_with_a_minus_leaves_the_release_as_it_is() -> None:
 
 def test_a_list_may_have_been_one_value() -> None:
     """Before 0.16 `--cuda-graph-scope` took one word, and `--rampup-batch-size` took text."""
-    options = performance_options(
-        tiny_job(
-            megatron_version="0.14.0",
-            performance_flags=("--cuda-graph-scope full_iteration", "--rampup-batch-size 2 2 9"),
-        )
-    )
+    flags = ("--cuda-graph-scope full_iteration", "--rampup-batch-size 2 2 9")
+    options = options_of_flags(flags, "0.14.0")
 
     assert (options.cuda_graph_scope, options.rampup_batch_size) == (("full_iteration",), (2, 2, 9))
 
@@ -102,7 +98,7 @@ HELD = {
 def test_each_spelling_of_graphs_has_one_meaning(meaning: str, version: str, words: str) -> None:
     """Flags of graphs name the same parts of a layer in each release."""
     job = tiny_job(megatron_version=version, performance_flags=flags_of(words))
-    graphs = performance_options(job).graphs
+    graphs = job.options.graphs
 
     dense, experts = map(frozenset, HELD[meaning])
     assert dense == graphs.captured(DENSE)
@@ -114,7 +110,7 @@ def test_each_spelling_of_graphs_has_one_meaning(meaning: str, version: str, wor
 def test_graphs_of_patterns_hold_layers_by_name() -> None:
     """A layer of a hybrid model has one block, so a local graph of attention holds no MLP, and Mamba has its name."""
     flags = ("--cuda-graph-impl local", "--cuda-graph-modules attn mamba")
-    graphs = performance_options(tiny_job(megatron_version="0.20.0", performance_flags=flags)).graphs
+    graphs = tiny_job(megatron_version="0.20.0", performance_flags=flags).options.graphs
 
     assert [{"attn"}, set(), {"mamba"}, set()] == [
         graphs.captured(parts) for parts in (("attn",), ("mlp",), ("mamba",), EXPERTS[1:])
@@ -124,7 +120,7 @@ def test_graphs_of_patterns_hold_layers_by_name() -> None:
 def test_a_graph_of_experts_holds_their_router() -> None:
     """The part `moe` is the whole block of experts."""
     flags = ("--cuda-graph-impl transformer_engine", "--cuda-graph-modules moe")
-    graphs = performance_options(tiny_job(megatron_version="0.20.0", performance_flags=flags)).graphs
+    graphs = tiny_job(megatron_version="0.20.0", performance_flags=flags).options.graphs
 
     assert {*EXPERTS[1:]} == graphs.captured(EXPERTS)
 
@@ -143,7 +139,7 @@ def test_the_old_scope_selects_the_implementation_from_0_18_on(version: str, imp
     """`--cuda-graph-scope full_iteration` graphs the whole iteration, except with Transformer Engine's graphs."""
     flags = (f"--cuda-graph-impl {impl}", "--cuda-graph-scope full_iteration")
 
-    assert performance_options(tiny_job(megatron_version=version, performance_flags=flags)).graphs == graphs
+    assert tiny_job(megatron_version=version, performance_flags=flags).options.graphs == graphs
 
 
 @pytest.mark.parametrize("purpose", ["for_planning", "for_prediction", "is_launched"])

@@ -24,7 +24,6 @@ from pipette_launch.cost.layers.parameters import (
     word_embedding_parameters,
 )
 from pipette_launch.facts import Cell, Job
-from pipette_launch.megatron.performance import performance_options
 from pipette_launch.megatron.read import read_job
 
 ROOT = Path(__file__).parents[2]
@@ -388,7 +387,7 @@ def _repeated_parameters(job: Job, pp_rank: int) -> int:
 
 
 def _left_out_of_experts(job: Job, pp_rank: int) -> Iterator[LeftOut]:
-    layout, options = job.own, performance_options(job)
+    layout, options = job.own, job.options
     microbatches = layout.num_microbatches(job.batch.global_batch_size)
     chunks = chunk_kinds(job.model, layout)[pp_rank :: layout.pp]
     forwards = microbatches * sum(kinds.count("moe_layer") for kinds, _ in chunks)
@@ -415,10 +414,10 @@ def _routing(job: Job) -> Iterator[tuple[str, str, str, int]]:
     """
     model, layout, members = job.model, job.own, group_sizes(job.own)
     local, experts, together = Sizes(model, layout).local_tokens, model.num_experts or 0, members["ep_etp"]
-    probability = FP32_BYTES if performance_options(job).moe_router_dtype == "fp32" else model.dtype_bytes
+    probability = FP32_BYTES if job.options.moe_router_dtype == "fp32" else model.dtype_bytes
     if together == 1:
         return
-    if "alltoall" not in performance_options(job).moe_token_dispatcher_type:
+    if "alltoall" not in job.options.moe_token_dispatcher_type:
         yield "all_gather", "", "ep_etp", local * experts * together
         yield "all_gather", "reduce_scatter", "ep_etp", local * experts * together * probability
         return

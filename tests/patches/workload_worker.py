@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from facts_for_tests import fine_grained_model, tiny_job, tiny_model
+from facts_for_tests import changed_job, fine_grained_model, tiny_job, tiny_model
 
 from pipette_launch.facts import ComputeCase, GatedDelta, Job, Layout
 from pipette_launch.facts.model import HybridLayers
@@ -145,7 +145,7 @@ def fused_and_unfused_losses() -> list[float]:
     """The head's loss as megatron-core fuses it, and as it does without."""
     losses = []
     for flags in ((), ("--cross-entropy-loss-fusion",)):
-        with workload(replace(JOB, performance_flags=flags), CASE, device_kind="cpu") as work:
+        with workload(changed_job(JOB, performance_flags=flags), CASE, device_kind="cpu") as work:
             torch.manual_seed(1)
             head = next(part for part in work.parts if part.name == "head")
             assert head.source is not None
@@ -180,7 +180,7 @@ def low_precision() -> list[Any]:
 
 def windows() -> list[Any]:
     """Return name, share and attention window of each timed layer and attention core, of two windows in four layers."""
-    job = replace(
+    job = changed_job(
         JOB, model=replace(JOB.model, attention_windows=(4, 0, 4, 4)), performance_flags=("--window-size 3,0",)
     )
     with workload(job, CASE, device_kind="cpu") as work:
@@ -344,7 +344,7 @@ def fine_grained() -> dict[str, Any]:
     found: dict[str, Any] = {"parameters": {}}
     for tp in (1, 2):
         with workload(
-            replace(JOB, model=fine_grained_model(), performance_flags=("--qk-layernorm", "--rope-type rope")),
+            changed_job(JOB, model=fine_grained_model(), performance_flags=("--qk-layernorm", "--rope-type rope")),
             replace(CASE, tp=tp),
             device_kind="cpu",
         ) as work:
@@ -390,7 +390,7 @@ def main() -> None:
             shapes[tp] = sum(parameter.numel() for parameter in work.parts[0].parameters)
     found["layer parameters"] = [shapes[1], shapes[2]]
     flags = ("--cross-entropy-loss-fusion", "--fp8-format hybrid", "--qk-layernorm")
-    with workload(replace(JOB, performance_flags=flags), CASE, device_kind="cpu") as work:
+    with workload(changed_job(JOB, performance_flags=flags), CASE, device_kind="cpu") as work:
         config = work.wrapped.module.config
         found["flags"] = [config.qk_layernorm, config.cross_entropy_loss_fusion, *work.notes]
         found["norms"] = len(work.parts[0].parameters)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model, with_one_full
+from facts_for_tests import changed_job, tiny_cluster, tiny_job, tiny_measurements, tiny_model, with_one_full
 from search.worlds import ALL_FIELDS, on_gpus, pipeline_job, planned, two_racks
 
 from pipette_launch.cost.compute.device_model import published
@@ -190,7 +190,7 @@ def test_more_hosts_are_proposed_where_they_help() -> None:
 def test_the_data_loaders_mask_is_proposed_to_be_left_out_where_that_helps() -> None:
     """A mask of 4096 x 4096 takes 16 MiB and does not fit; jobs without a mask fit."""
     job = tiny_job(4, model=tiny_model(**LONG), pinned=ALL_FIELDS)
-    bare = replace(job, performance_flags=("--no-create-attention-mask-in-dataloader",))
+    bare = changed_job(job, performance_flags=("--no-create-attention-mask-in-dataloader",))
     limit = max(planned(bare).own.peak_memory_bytes)
     text = message(job, tiny_measurements(tiny_cluster(memory_bytes=limit)), memory_margin=0.0)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from facts_for_tests import tiny_measurements, tiny_model, with_free_bytes
+from facts_for_tests import changed_job, tiny_measurements, tiny_model, with_free_bytes
 from gpu_rules.nccl import Pipeline, seconds_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -158,7 +158,7 @@ def test_a_layout_that_fits_only_under_a_lean_schedule_is_found() -> None:
 
 def test_what_the_patch_cannot_execute_is_said() -> None:
     """The plan names the flag, and keeps to Megatron's own."""
-    plan = with_schedules(replace(pinned_job(), performance_flags=("--rampup-batch-size 2 2 100",)), *EXECUTABLE)
+    plan = with_schedules(changed_job(pinned_job(), performance_flags=("--rampup-batch-size 2 2 100",)), *EXECUTABLE)
 
     assert plan.chosen.schedule == "1f1b"
     assert "Schedules beside Megatron's own are left out: they do not run with --rampup-batch-size." in plan.notes
@@ -167,7 +167,7 @@ def test_what_the_patch_cannot_execute_is_said() -> None:
 @pytest.mark.parametrize("version", ["0.13.1", "0.21.0"])
 def test_a_release_that_the_patch_refuses_gets_no_such_plan(version: str) -> None:
     """The plan names the release, and keeps to Megatron's own."""
-    plan = with_schedules(replace(pinned_job(), megatron_version=version), *EXECUTABLE)
+    plan = with_schedules(changed_job(pinned_job(), megatron_version=version), *EXECUTABLE)
 
     assert plan.chosen.schedule == "1f1b"
     reason = f"they run with megatron-core from 0.14 on and before 0.21, and the job has {version}"
@@ -177,7 +177,7 @@ def test_a_release_that_the_patch_refuses_gets_no_such_plan(version: str) -> Non
 @pytest.mark.parametrize("version", ["0.14.0", "0.20.0"])
 def test_the_newest_and_the_oldest_release_get_such_plans(version: str) -> None:
     """Nothing is left out."""
-    plan = with_schedules(replace(pinned_job(), megatron_version=version), *EXECUTABLE)
+    plan = with_schedules(changed_job(pinned_job(), megatron_version=version), *EXECUTABLE)
 
     assert plan.chosen.order is not None
 

@@ -8,7 +8,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
+from facts_for_tests import changed_job, tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from search.legal import legal_layouts
@@ -372,7 +372,7 @@ def test_userbuffers_keep_tensor_parallelism_inside_hosts() -> None:
     """Layouts whose groups fill no host are left out with the reason; on CPU nothing of this holds."""
     own = Layout(tp=2, etp=2, dp=4, sequence_parallel=True)
     job = tiny_job(8, model=tiny_model(transformer_impl="transformer_engine"), own=own)
-    job = replace(job, performance_flags=("--tp-comm-overlap",))
+    job = changed_job(job, performance_flags=("--tp-comm-overlap",))
     measurements = tiny_measurements(on_gpus(tiny_cluster(4, 2)))
     rooms = Domains.of(measurements.cluster)
     plan = planned(job, measurements)

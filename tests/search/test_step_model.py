@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from facts_for_tests import tiny_job, tiny_measurements, tiny_model
+from facts_for_tests import changed_job, tiny_job, tiny_measurements, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -56,7 +56,7 @@ def predictor_of(
     experts: dict[str, object] = {"num_experts": 8, "moe_layer_freq": (1,) * 8} if layout.ep > 1 else {}
     measured = tiny_measurements(replace(cluster, slot_speed=tuple(speed.tolist())))
     moe = tuple(replace(one, part="moe_layer") for one in measured.compute if one.part == "layer")
-    job = replace(job_of(layout, **experts), performance_flags=flags)
+    job = changed_job(job_of(layout, **experts), performance_flags=flags)
     return Predictor(job, replace(measured, compute=measured.compute + moe))
 
 

@@ -13,7 +13,6 @@ from search.toys import never
 from pipette_launch.facts import Batch, Choice, Cluster, Job, Layout, Links, Measurements, Plan, Provenance
 from pipette_launch.facts.cluster import in_device_order
 from pipette_launch.facts.co_location import Domains, RankBlock, blocks_of
-from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.placement import ROUNDS, are_few, begin, improve
 from pipette_launch.search.slots import IsLate, Placed, PlacementProblem
 from pipette_launch.search.solve import SolveOptions, solve
@@ -63,7 +62,7 @@ def with_experts(measured: Measurements) -> Measurements:
 def splits(job: Job, cluster: Cluster, choice: Choice) -> RankBlock | None:
     """A block that a plan does not keep together though the job's flags demand it."""
     rooms = Domains.of(cluster)
-    return rooms.split(blocks_of(job.model, performance_options(job), choice.layout, rooms), choice.placement)
+    return rooms.split(blocks_of(job.model, job.options, choice.layout, rooms), choice.placement)
 
 
 def two_racks(*, slow_bytes_per_s: float = 1e7) -> Cluster:

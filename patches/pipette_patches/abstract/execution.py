@@ -18,7 +18,6 @@ from typing import Any
 
 from pipette_launch.facts import Job, Layout
 from pipette_launch.facts.messages import ExecutedMemory, ExecutedParts
-from pipette_launch.megatron.performance import performance_options
 from pipette_patches import megatron_config
 from pipette_patches.abstract import kernels, transformer_engine
 from pipette_patches.abstract.gpu_replacements import CORE, EXPERTS, OFFLOADING, TORCH
@@ -107,7 +106,7 @@ def scaled(job: Job, layout: Layout, pp_rank: int, run: Run) -> Trace:
     """Return the trace of a rank at full size, computed from the smallest runs that give exact results."""
     chunks, every = layout.chunk_layers(job.model.num_layers), layout.num_microbatches(job.batch.global_batch_size)
     # With deferred weight gradients the output layer keeps tensors of every micro-batch, so no schedule repeats.
-    repeats = not performance_options(job).defer_embedding_wgrad_compute
+    repeats = not job.options.defer_embedding_wgrad_compute
     enough = enough_microbatches(layout, pp_rank, every) if repeats else every
     own = chunks[pp_rank :: layout.pp]
     period, wanted = layer_period(job, layout), max(own)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from pipette_launch.facts import Job
-from pipette_launch.megatron.performance import performance_options
 from pipette_patches.megatron_config import NotModelledError
 
 Gradients = tuple[Any, ...]
@@ -218,7 +217,7 @@ def routed_rows(tokens: int, experts: int) -> int:
 
 def choose_routing(job: Job) -> None:
     """Route tokens as in `job` from now on."""
-    options = performance_options(job)
+    options = job.options
     factor = options.moe_expert_capacity_factor
     _routing[0] = Routing(
         num_experts=job.model.num_experts or 1,

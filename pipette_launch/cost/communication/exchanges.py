@@ -28,7 +28,6 @@ from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
 from pipette_launch.facts.measurements import CollectiveKind
 from pipette_launch.facts.model import BLOCKS, LayerKind, ModelSpec
-from pipette_launch.megatron.performance import performance_options
 
 Ranks = NDArray[np.int64]
 
@@ -242,7 +241,7 @@ def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[
     """
     if layout.tp == 1:
         return
-    count, options, hidden = Sizes(job.model, layout).tokens, performance_options(job), job.model.hidden_size
+    count, options, hidden = Sizes(job.model, layout).tokens, job.options, job.model.hidden_size
     size = job.model.dtype_bytes * count * hidden
     embedding_S, head_S, none_S = counts.embedding_S, counts.head_S, 0 * counts.head_S
     once_S, again_S, columns = _cut_by_tp(job.model, layout, counts)
@@ -456,7 +455,7 @@ class Waits(NamedTuple):
     @classmethod
     def of(cls, job: Job, vpp: int, device_kind: str) -> Waits:
         """Read the waits of a job with `vpp` chunks on each rank."""
-        options, is_cpu = performance_options(job), device_kind == "cpu"
+        options, is_cpu = job.options, device_kind == "cpu"
         overlaps = vpp > 1 and options.overlap_p2p_comm
         return cls(
             meets_receivers=is_cpu and not overlaps,

@@ -9,20 +9,21 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 from pipette_launch.cost.compute.device_model import modelled_compute
 from pipette_launch.errors import FactError
 from pipette_launch.facts.accelerators import DeviceSpec, Efficiency, Link
 from pipette_launch.facts.cluster import Device
-from pipette_launch.facts.job import MODELLED, Job
+from pipette_launch.facts.job import MODELLED, Job, PerformanceOptions, flag_of
 from pipette_launch.facts.known_devices import device_of_driver, devices_like
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, Measurements, Samples
-from pipette_launch.megatron.performance import performance_options
+from pipette_launch.megatron.performance import options_of_flags
 from pipette_launch.text import counted, listed
 
+_MODELLED_OPTIONS = [each.name for each in fields(PerformanceOptions) if flag_of(each.name).startswith(MODELLED)]
 CHANGED = 0.25
 """Times of an earlier warm-up are used only if the machines' speed changed since then by at most this relative
 amount."""
@@ -57,9 +58,9 @@ def layout_of(job: Job, case: ComputeCase) -> Layout:
 
 
 def as_timed(job: Job, measurements: Measurements) -> Job:
-    """Return the job with `timed_flags` in place of its FP8, FP4 and graph flags."""
-    kept = tuple(flag for flag in job.performance_flags if not flag.startswith(MODELLED)) + measurements.timed_flags
-    return replace(job, performance_flags=kept)
+    """Return the job with the options of FP8, FP4 and graphs that the timed layers had."""
+    timed = options_of_flags(measurements.timed_flags, job.megatron_version)
+    return replace(job, options=replace(job.options, **{name: getattr(timed, name) for name in _MODELLED_OPTIONS}))
 
 
 def with_extrapolated_times(job: Job, measurements: Measurements) -> Measurements:
@@ -159,9 +160,10 @@ def repriced(job: Job, measurements: Measurements) -> Repriced:
     Times of imagined machines include all flags already, and are returned unchanged.
     """
     plain = as_timed(job, measurements)
-    if not measurements.versions or performance_options(job) == performance_options(plain):
+    if not measurements.versions or job.options == plain.options:
         return Repriced(measurements.compute, {})
-    flags = ", ".join(flag for flag in job.performance_flags if flag not in plain.performance_flags)
+    untimed = (flag for flag in job.performance_flags if flag not in measurements.timed_flags)
+    flags = ", ".join(flag for flag in untimed if flag.startswith(MODELLED))
     device = measurements.cluster.hosts[0].devices[0]
     if (spec := spec_of(device)) is GENERIC:
         return Repriced(measurements.compute, {}, flags, f"no figures of {device.name} are known")

@@ -41,7 +41,6 @@ from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import CollectiveTime, ComputeCase, ComputeTime, Measurements, Part, Samples
 from pipette_launch.facts.model import BLOCKS, KINDS_WITH_EXPERTS, LayerKind, ModelSpec
-from pipette_launch.megatron.performance import performance_options
 from pipette_launch.text import rate_text
 
 CAST_BYTES = {"delayed": 4.0, "tensorwise": 6.0, "blockwise": 4.1, "mxfp8": 4.1, "fp4": 5.1, "custom": 4.1}
@@ -82,7 +81,7 @@ class Precision(NamedTuple):
     @classmethod
     def of(cls, job: Job, device: DeviceSpec) -> Precision:
         """Read the number formats from the job's flags."""
-        model, options = job.model, performance_options(job)
+        model, options = job.model, job.options
         narrow = compute_dtype(job)
         if narrow == model.params_dtype:
             return cls(model.params_dtype)
@@ -152,7 +151,7 @@ def _orthogonal_s_per_parameter(device: DeviceSpec, job: Job) -> float:
     """
     if "muon" not in job.optimizer:
         return 0.0
-    matrices, options = layer_matrices(job), performance_options(job)
+    matrices, options = layer_matrices(job), job.options
     steps, mode = options.muon_num_ns_steps, options.muon_tp_mode
     products, exchanged_s, link = [], 0.0, device.within_host
     for one in matrices:

@@ -20,7 +20,6 @@ from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Field, Layout
 from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, LoadingTime, Measurements, StageReading
 from pipette_launch.facts.model import LayerKind
-from pipette_launch.megatron.performance import performance_options
 
 _CORE, _PREDICTION = "core_attention", "prediction"
 _MODELLED = "Compute time of {} was not measured. A model of the device carried it over from a measured case."
@@ -187,7 +186,7 @@ class ComputeTable:
             for part in LAYERS
         }
         self._host_bytes_per_s = measurements.host_bytes_per_s
-        self.copies_to_host = performance_options(job).fine_grained_activation_offloading and self._host_bytes_per_s > 0
+        self.copies_to_host = job.options.fine_grained_activation_offloading and self._host_bytes_per_s > 0
         """True if offloading copies activations to the host, so that passes depend on all degrees that cut tensors."""
         self._loading = measurements.loading or LoadingTime(batch_s=0.0, sample_s=0.0)
         self._parts = ("embedding", "head", *sorted({*job.model.layer_kinds, *job.model.prediction_kinds})[::-1])

@@ -26,7 +26,6 @@ from pipette_launch.cost.layers.passes import Exchange, Load, PassLoads, Product
 from pipette_launch.facts.job import RING, Job
 from pipette_launch.facts.layout import Ints, Layout
 from pipette_launch.facts.model import LatentAttention, ModelSpec
-from pipette_launch.megatron.performance import performance_options
 
 _STATISTICS_BYTES = {"LayerNorm": 8, "RMSNorm": 4}
 """Bytes that a norm keeps for each vector: mean and reciprocal deviation in fp32 (RMSNorm keeps no mean)."""
@@ -47,7 +46,7 @@ def is_flash(model: ModelSpec) -> bool:
 
 def ring_steps(job: Job, layout: Layout) -> int:
     """Return the number of ranks in the longest context-parallel ring of a layer; 0 if no ring is used."""
-    options = performance_options(job)
+    options = job.options
     steps = {RING: layout.cp, f"a2a+{RING}": (options.hierarchical_context_parallel_sizes or (layout.cp,))[-1]}
     longest = max((steps.get(kind, 1) for kind in options.cp_comm_type), default=1)
     return longest if longest > 1 else 0
@@ -169,7 +168,7 @@ class Attention(Block):
             # Inputs of the norms of query and key, and their statistics (MC transformer/attention.py:1477-1481).
             vectors = self.tokens * (self.heads + self.groups)
             kept += vectors * (model.dtype_bytes * channels + _STATISTICS_BYTES[model.normalization])
-        if model.position_embedding_type == "rope" and not performance_options(job).apply_rope_fusion:
+        if model.position_embedding_type == "rope" and not job.options.apply_rope_fusion:
             kept += ANGLES * model.dtype_bytes * model.seq_length // self.layout.cp * channels
         return kept
 
@@ -191,7 +190,7 @@ class Attention(Block):
         latents.
         """
         model, ranks = self.model, latent.kv_lora_rank + (latent.q_lora_rank or 0)
-        is_fused = self.uses_te and performance_options(job).apply_rope_fusion
+        is_fused = self.uses_te and job.options.apply_rope_fusion
         angles = 0 if is_fused else ANGLES * model.seq_length // self.layout.cp * latent.qk_pos_emb_head_dim
         widths = latent.qk_pos_emb_head_dim + (ranks if model.qk_layernorm else 0)
         inputs = as_matrix_input(job, model.dtype_bytes * self.local_tokens * ranks)
@@ -222,7 +221,7 @@ class Attention(Block):
 
     def _softmax_is_wide(self, job: Job) -> bool:
         """Return True if Megatron's softmax runs unfused in fp32, on scores of 2 bytes (MC fused_softmax.py:239)."""
-        model, options = self.model, performance_options(job)
+        model, options = self.model, job.options
         matrices = self.layout.micro_batch_size * self.heads
         fits_kernel = 16 < model.seq_length <= 4096 and model.seq_length % 4 == 0 and matrices % 4 == 0
         in_fp32 = options.attention_softmax_in_fp32 or options.apply_query_key_layer_scaling
@@ -277,7 +276,7 @@ class Attention(Block):
         v1.7 to v2.18).
         """
         steps, cp = ring_steps(job, self.layout), self.layout.cp
-        gathers = cp > 1 and "all_gather" in performance_options(job).cp_comm_type
+        gathers = cp > 1 and "all_gather" in job.options.cp_comm_type
         output = self.tokens * self.heads * (self.model.dtype_bytes * self.value + FP32_BYTES)
         return steps * output + max(steps, cp if gathers else 0) * self.pair_bytes
 

@@ -16,7 +16,6 @@ from pipette_launch.cost.layers.passes import Exchange, PassLoads
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
 from pipette_launch.facts.model import ModelSpec
-from pipette_launch.megatron.performance import performance_options
 
 FP32_BYTES = 4
 MASK_BYTES = 1
@@ -33,7 +32,7 @@ def narrow_bits(job: Job) -> float:
 
     The scales of NVFP4 take one byte for 16 elements. The scales of FP8 are left out.
     """
-    options = performance_options(job)
+    options = job.options
     if job.model.transformer_impl != "transformer_engine":
         return 0
     return 4.5 if options.fp4 else 8 if options.fp8 else 0
@@ -48,7 +47,7 @@ def compute_dtype(job: Job) -> str:
 
 def narrow_layers(job: Job) -> tuple[bool, ...]:
     """Return for each layer if it may use FP8 or FP4 (MC fp8_utils.py, is_first_last_bf16_layer)."""
-    options, count, start, end = performance_options(job), job.model.num_layers, 0, 0
+    options, count, start, end = job.options, job.model.num_layers, 0, 0
     if options.first_last_layers_bf16:
         start, end = options.num_layers_at_start_in_bf16, options.num_layers_at_end_in_bf16
     return tuple(start <= layer < count - end for layer in range(count))
@@ -56,8 +55,7 @@ def narrow_layers(job: Job) -> tuple[bool, ...]:
 
 def in_bf16(job: Job) -> Job:
     """Return the job without FP8 and FP4."""
-    formats = ("--fp8-format", "--fp4-format")
-    return replace(job, performance_flags=tuple(flag for flag in job.performance_flags if not flag.startswith(formats)))
+    return replace(job, options=replace(job.options, fp8=None, fp4=None))
 
 
 def has_narrow_copies(job: Job) -> bool:
@@ -66,7 +64,7 @@ def has_narrow_copies(job: Job) -> bool:
     From core_v0.14 on, FP8 keeps such copies with delayed scaling only, and from 0.16 on, FP4 keeps none (MC
     transformer/attention.py, transformer/moe/shared_experts.py, `set_save_original_input`; TE from 2.6 and 2.7 on).
     """
-    options = performance_options(job)
+    options = job.options
     is_delayed = options.fp8_recipe == "delayed" and not options.fp4
     return narrow_bits(job) > 0 and (is_delayed or job.release < _FIRST_ORIGINALS["fp4" if options.fp4 else "fp8"])
 
@@ -192,7 +190,7 @@ class Sizes:
 
     def stream_bytes(self, job: Job) -> int:
         """Bytes of the tensor between layers, in fp32 with `--fp32-residual-connection`, else in the model's type."""
-        wide = performance_options(job).fp32_residual_connection
+        wide = job.options.fp32_residual_connection
         return self.residual_bytes * FP32_BYTES // self.model.dtype_bytes if wide else self.residual_bytes
 
 

@@ -15,7 +15,6 @@ from pipette_launch.cost.layers.passes import Exchange, Load, PassLoads, matrix
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
 from pipette_launch.facts.model import ModelSpec
-from pipette_launch.megatron.performance import performance_options
 
 _TOKEN_ID_BYTES = 8
 
@@ -32,7 +31,7 @@ def attention_mask_bytes(job: Job, layout: Layout) -> int:
     Megatron's data loader makes the attention mask unless a flag forbids the mask, although causal attention does not
     use it (datasets/gpt_dataset.py, _get_ltor_masks_and_position_ids).
     """
-    options = performance_options(job)
+    options = job.options
     makes = options.create_attention_mask_in_dataloader and not options.dataloader_inter_document_masking
     return MASK_BYTES * Sizes(job.model, layout).tokens * job.model.seq_length if makes else 0
 
@@ -75,7 +74,7 @@ def loss_bytes_per_logit(job: Job) -> tuple[int, int]:
     native`, the compiled backward writes the gradient to another fp32 tensor (MC fusions/fused_cross_entropy.py,
     calculate_gradients). TE's fused loss changes the logits in place (TE common/triton/cross_entropy.py).
     """
-    options = performance_options(job)
+    options = job.options
     fuses = options.cross_entropy_loss_fusion
     if job.model.dtype_bytes == FP32_BYTES or (fuses and options.cross_entropy_fusion_impl == "te"):
         return 0, 0
@@ -88,7 +87,7 @@ def deferred_bytes(job: Job, layout: Layout) -> int:
     `--defer-embedding-wgrad-compute` with several pipeline ranks keeps the head's input and the gradient of the logits
     (MC tensor_parallel/layers.py:509-511, 1003-1008).
     """
-    if not performance_options(job).defer_embedding_wgrad_compute:
+    if not job.options.defer_embedding_wgrad_compute:
         return 0
     sizes = Sizes(job.model, layout)
     return sizes.residual_bytes + job.model.dtype_bytes * sizes.tokens * _vocabulary(job.model, layout)
@@ -112,7 +111,7 @@ def head_loads(job: Job, layout: Layout) -> PassLoads:
     division and scaling. TE's cross-entropy reads the logits twice, and overwrites them with their gradients. The
     product runs in 16 bits, or with `--fp8-output-proj` in the format of the layers' linears.
     """
-    model, options, sizes = job.model, performance_options(job), Sizes(job.model, layout)
+    model, options, sizes = job.model, job.options, Sizes(job.model, layout)
     vocabulary, dtype, norm = _vocabulary(model, layout), model.dtype_bytes, 2 * sizes.residual_bytes
     logits = sizes.tokens * vocabulary
     forward = norm + logits * (dtype + 4 + 4 + 8 + 8 + 4 + 8)

@@ -23,7 +23,6 @@ from pipette_launch.cost.layers.ssm import Delta, Mamba
 from pipette_launch.facts.job import ITERATION, Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import BLOCKS, BlockKind, LayerKind, ModelSpec
-from pipette_launch.megatron.performance import performance_options
 
 CLASSES: dict[BlockKind, type[Block]] = {
     "mamba": Mamba,
@@ -92,7 +91,7 @@ def backward_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
     kept, away = behind.activations(job), offloaded(job, layout, kind)
     freed = kept.total - kept.dropout_masks - away.mlp
     peak = max(behind.backward_bytes(job), mixer.backward_bytes(job) - freed)
-    if has_experts and performance_options(job).overlap_moe_expert_parallel_comm:
+    if has_experts and job.options.overlap_moe_expert_parallel_comm:
         # The forward of the next micro-batch runs beside the backward, layer by layer, so one more layer keeps its
         # activations (megatron-core, pipeline_parallel/combined_1f1b.py).
         peak += kept_bytes(job, layout, kind)
@@ -117,7 +116,7 @@ def kind_loads(job: Job, layout: Layout, kind: LayerKind) -> PassLoads:
     For communication, only the host's launches of communication kernels count. One graph holds all captured parts of a
     layer. The host launches a graph of a whole iteration once, which counts as 0 launches of a layer.
     """
-    graphs = performance_options(job).graphs
+    graphs = job.options.graphs
     parts: dict[str, PassLoads] = {}
     for block in blocks_of(job.model, layout, kind):
         parts |= _parts_with_norm(job, block)
@@ -248,7 +247,7 @@ class _Tensor(NamedTuple):
 
 def offloaded(job: Job, layout: Layout, kind: LayerKind) -> Offloaded:
     """Count the bytes of one layer that are offloaded, without tensors that selective recompute does not keep."""
-    options, model = performance_options(job), job.model
+    options, model = job.options, job.model
     modules, share = _offloading(job, layout)
     if not modules or model.transformer_impl != "transformer_engine":
         return Offloaded()
@@ -273,7 +272,7 @@ def offloaded(job: Job, layout: Layout, kind: LayerKind) -> Offloaded:
 
 def _offloading(job: Job, layout: Layout) -> tuple[tuple[str, ...], float]:
     """Return the offloaded modules and their share, from the layout if it offloads, else from the job's flags."""
-    options, chosen = performance_options(job), layout.recompute
+    options, chosen = job.options, layout.recompute
     if chosen.offload_modules or not options.fine_grained_activation_offloading:
         return chosen.offload_modules, chosen.offload_share
     return options.offload_modules, options.activation_offload_fraction
@@ -325,7 +324,7 @@ def _projection_tensors(job: Job, block: Block) -> Iterator[_Tensor]:
 
 def _expert_tensors(job: Job, layout: Layout) -> Iterator[_Tensor]:
     """Yield the tensors that grouped experts and the norm before them save (MC transformer/moe/experts.py)."""
-    model, options, recomputed = job.model, performance_options(job), recompute_modules(layout)
+    model, options, recomputed = job.model, job.options, recompute_modules(layout)
     block, (modules, _) = Experts(model, layout), _offloading(job, layout)
     if "mlp_norm" in modules:
         yield _stream(job, block)

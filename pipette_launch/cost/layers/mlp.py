@@ -29,7 +29,6 @@ from pipette_launch.cost.layers.passes import Exchange, Group, Load, PassLoads, 
 from pipette_launch.facts.job import ITERATION, Job, PerformanceOptions
 from pipette_launch.facts.layout import Ints, Layout
 from pipette_launch.facts.model import ModelSpec
-from pipette_launch.megatron.performance import performance_options
 
 _INDEX_BYTES = 8
 _ROW_MAP_BYTES = 4
@@ -121,7 +120,7 @@ class Mlp(_FeedForward):
         The two matrices of an MLP keep 6f/h for fused SwiGLU, 4f/h for GELU, and 8f/h or 10f/h for unfused SwiGLU, in
         units of s*b*h bytes.
         """
-        copies = 0 if performance_options(job).bias_swiglu_fusion else self.unfused_copies(job)
+        copies = 0 if job.options.bias_swiglu_fusion else self.unfused_copies(job)
         return Activations(
             mlp_input=self.stream_bytes(job),
             mlp_norm=as_matrix_input(job, self.residual_bytes),
@@ -142,7 +141,7 @@ class Mlp(_FeedForward):
         gathered = residual * layout.tp if layout.sequence_parallel else 0
         dropped = residual if model.hidden_dropout > 0 else 0
         second = residual + dropped + gathered + self.width_bytes
-        if not performance_options(job).gradient_accumulation_fusion:
+        if not job.options.gradient_accumulation_fusion:
             second += model.dtype_bytes * model.hidden_size * model.ffn_hidden_size // layout.tp
         return max(second, residual + self.activations(job).mlp)
 
@@ -273,7 +272,7 @@ class Experts(_FeedForward):
         capacity (MO/token_dispatcher.py:551-566). A capacity of the rank sets the rows of all buffers, but a paged
         stash keeps the rows with its own spare (0.20, MO/paged_stash.py).
         """
-        options, capacity = performance_options(job), self.capacity(job)
+        options, capacity = job.options, self.capacity(job)
         each = self.model.moe_router_topk * self.local_tokens / self.num_experts
         if capacity is not None:
             each = capacity if options.moe_pad_expert_input_to_capacity else min(each, capacity)
@@ -286,21 +285,21 @@ class Experts(_FeedForward):
 
     def capacity(self, job: Job) -> int | None:
         """Return the most rows that a rank may send to each expert; None = no limit (MO/moe_utils.py, get_capacity)."""
-        factor = performance_options(job).moe_expert_capacity_factor
+        factor = job.options.moe_expert_capacity_factor
         if factor is None or factor < 0:
             return None
         return math.ceil(self.model.moe_router_topk * self.local_tokens / self.num_experts * factor)
 
     def _fuses_activation(self, job: Job) -> bool:
         """Return True if the activation and its multiplication with the probability keep only their inputs."""
-        options = performance_options(job)
+        options = job.options
         gated = self.model.gated_linear_unit
         fused = options.bias_swiglu_fusion if gated else options.use_fused_weighted_squared_relu
         return (self.uses_te and fused) or options.moe_use_legacy_grouped_gemm
 
     def _router_bytes(self, job: Job) -> int:
         """Count the bytes that Megatron's TopKRouter.routing saves (MO/router.py:531-640, MO/moe_utils.py:600-740)."""
-        options, local, topk = performance_options(job), self.local_tokens, self.model.moe_router_topk
+        options, local, topk = job.options, self.local_tokens, self.model.moe_router_topk
         num_experts, capacity, one = self.model.num_experts or 0, self.capacity(job), _probability_bytes(job)
         balancing, coefficients = options.moe_router_load_balancing_type, options.moe_aux_loss_coeff
         every, chosen = local * num_experts, local * topk
@@ -330,7 +329,7 @@ class Experts(_FeedForward):
         tokens for all experts. If rows are padded to a capacity, both dispatchers keep indices of rows and of
         probabilities. Fused kernels keep only one map of 2E + 1 entries a token (Transformer Engine, permutation.py).
         """
-        options, layout, dispatcher = performance_options(job), self.layout, _dispatcher(job)
+        options, layout, dispatcher = job.options, self.layout, _dispatcher(job)
         seen, experts, sent = self.local_tokens, self.model.num_experts or 0, rows // layout.etp
         if dispatcher == "allgather":
             seen, experts, sent = seen * layout.etp * layout.ep, experts // layout.ep, rows
@@ -348,7 +347,7 @@ class Experts(_FeedForward):
         input (MO/shared_experts.py:150-156). If the shared expert has a gate, the gate keeps the shared expert's
         output.
         """
-        options, layout, dtype = performance_options(job), self.layout, self.model.dtype_bytes
+        options, layout, dtype = job.options, self.layout, self.model.dtype_bytes
         if not self.shared_width:
             return 0
         width_bytes = dtype * self.tokens * (self.shared_width // layout.tp)
@@ -379,7 +378,7 @@ class Experts(_FeedForward):
         moved.
         """
         rows, dtype = self.rows(job), self.model.dtype_bytes
-        at_once = rows if performance_options(job).moe_grouped_gemm else -(-rows // self.local_experts)
+        at_once = rows if job.options.moe_grouped_gemm else -(-rows // self.local_experts)
         of_width = dtype * (1 + self.gates)
         if not self._fuses_activation(job):
             of_width = max(of_width, 3 * _probability_bytes(job) - dtype)
@@ -395,7 +394,7 @@ class Experts(_FeedForward):
 
         A shared expert that overlaps with the dispatcher is a part of the rest (TransformerConfig, `moe_router`).
         """
-        options, is_flex = performance_options(job), _dispatcher(job) == "flex"
+        options, is_flex = job.options, _dispatcher(job) == "flex"
         every = FLEX_ROUTER_KERNELS if is_flex else FUSED_ROUTER_KERNELS
         prepare = FLEX_PREPARE_KERNELS if is_flex else PREPARE_KERNELS
         router = (every if options.moe_router_fusion else ROUTER_KERNELS) - prepare
@@ -411,7 +410,7 @@ class Experts(_FeedForward):
 
     def _expert_loads(self, job: Job) -> PassLoads:
         """Return the work of dispatcher and experts."""
-        model, options, local, width = self.model, performance_options(job), self.local_tokens, self.width
+        model, options, local, width = self.model, job.options, self.local_tokens, self.width
         routed, mine = model.moe_router_topk * local * self.layout.etp, self.local_experts
         loads = matrix(routed / mine, self.gates * width, self.row_width, count=mine, half=GROUPED_HALF)
         loads += matrix(routed / mine, self.row_width, width, count=mine, half=GROUPED_HALF)
@@ -454,9 +453,9 @@ class Experts(_FeedForward):
         group: Group = "ep_etp"
         members, twice_S = layout.etp * layout.ep, once_S + again_S
         if dispatcher != "allgather":
-            sent = size * (self._copies_of_a_token(performance_options(job), domain) if dispatcher == "flex" else topk)
+            sent = size * (self._copies_of_a_token(job.options, domain) if dispatcher == "flex" else topk)
             if layout.ep > 1:
-                yield from self._token_exchanges(performance_options(job), sent, once_S, again_S)
+                yield from self._token_exchanges(job.options, sent, once_S, again_S)
             size, group, members = size * topk, "etp", layout.etp
         if members > 1:
             yield Exchange.of("all_gather", group, size * members, once_S, twice_S)
@@ -491,11 +490,11 @@ class Experts(_FeedForward):
 
 
 def _dispatcher(job: Job) -> str:
-    return performance_options(job).moe_token_dispatcher_type
+    return job.options.moe_token_dispatcher_type
 
 
 def _probability_bytes(job: Job) -> int:
-    return {"fp32": 4, "fp64": 8}.get(performance_options(job).moe_router_dtype or "", job.model.dtype_bytes)
+    return {"fp32": 4, "fp64": 8}.get(job.options.moe_router_dtype or "", job.model.dtype_bytes)
 
 
 def _touches(job: Job) -> float:
@@ -507,4 +506,4 @@ def _touches(job: Job) -> float:
     """
     if _dispatcher(job) != "flex":
         return 8.0
-    return 2.0 if performance_options(job).graphs.impl == ITERATION else 6.0
+    return 2.0 if job.options.graphs.impl == ITERATION else 6.0

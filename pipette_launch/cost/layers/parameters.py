@@ -23,7 +23,6 @@ from pipette_launch.facts.job import OPTIMIZERS, SHARDS_GRADIENTS, Job
 from pipette_launch.facts.layout import Floats, Ints, Layout, LayoutColumns
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.model import LayerKind, ModelSpec
-from pipette_launch.megatron.performance import performance_options
 
 IntOrInts = int | Ints
 _TYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
@@ -170,7 +169,7 @@ def narrow_weight_bytes(job: Job, layout: Layout) -> tuple[int, ...]:
     multiplies FP8 of one scale for each tensor without a transpose (TE pytorch/utils.py, is_non_tn_fp8_gemm_supported).
     FP8 without `--fp8-param-gather` has not been checked, because NVIDIA's golden values always use this flag.
     """
-    model, options, bits = job.model, performance_options(job), narrow_bits(job)
+    model, options, bits = job.model, job.options, narrow_bits(job)
     are_narrow = options.fp4_param_gather if options.fp4 else options.fp8_param_gather
     if not bits or (are_narrow and options.use_megatron_fsdp):
         return (0,) * layout.pp
@@ -192,7 +191,7 @@ def dummy_gradient_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
     core_v0.14 on, with TE 2.6 or later (tensor_parallel/layers.py:597). Grouped matrices of experts have dummies from
     core_v0.16 on, with TE 2.10 or later. `has_head` is True for the last pipeline rank.
     """
-    model, options = job.model, performance_options(job)
+    model, options = job.model, job.options
     fused = model.transformer_impl != "local" and options.gradient_accumulation_fusion
     if not fused or job.release < _FIRST_DUMMY_RELEASE:
         return 0
@@ -236,7 +235,7 @@ def sharding_of(job: Job) -> Sharding | None:
     Megatron-FSDP: FSDP param_and_grad_buffer.py:1846-1865. torch FSDP2 wraps layers, embedding and head as units
     (MC distributed/torch_fully_sharded_data_parallel.py).
     """
-    options = performance_options(job)
+    options = job.options
     if options.use_megatron_fsdp:
         strategy = options.data_parallel_sharding_strategy
         shards = (strategy == "optim_grads_params", strategy in SHARDS_GRADIENTS, strategy != "no_shard")
@@ -249,7 +248,7 @@ def sharding_of(job: Job) -> Sharding | None:
 
 def shard_copies(job: Job) -> int:
     """Return the number of copies of Megatron-FSDP's shards, each over its share of the data-parallel ranks."""
-    options = performance_options(job)
+    options = job.options
     return options.num_distributed_optimizer_instances if options.use_megatron_fsdp else 1
 
 
@@ -260,7 +259,7 @@ def layer_weight_bytes(job: Job) -> tuple[int, int]:
     the shard of the copy by rows, the backward gathers the shard of the copy by columns. With torch FSDP2, gathered
     weights are never in FP8 (arguments.py, validate_args).
     """
-    options, wide = performance_options(job), job.model.dtype_bytes
+    options, wide = job.options, job.model.dtype_bytes
     if not (options.use_megatron_fsdp and options.fp8_param_gather and narrow_bits(job) == 8):
         return wide, wide
     return 2 if options.fp8_recipe == "mxfp8" else 1, 1
@@ -296,7 +295,7 @@ def whole_beside_shards(job: Job, layout: Layout) -> Whole:
     If layers are not units of FSDP, gradients form several buckets with overlap, and one bucket without overlap.
     The count ignores `--ddp-bucket-size`, `--ddp-num-buckets`, and the growth of buckets beyond 40 replicas.
     """
-    sharding, options, model = sharding_of(job), performance_options(job), job.model
+    sharding, options, model = sharding_of(job), job.options, job.model
     if sharding is None or not sharding.gradients:
         return Whole()
     gradient = reduced_gradient_bytes(job)
@@ -354,7 +353,7 @@ def gradient_bytes_per_parameter(job: Job) -> int:
     flags and takes `--megatron-fsdp-main-grads-dtype` (MC distributed/fsdp/mcore_fsdp_adapter.py). torch FSDP2 keeps
     and reduces gradients in the weights' type.
     """
-    options = performance_options(job)
+    options = job.options
     if _reduces_in_fp32(job):
         return FP32_BYTES
     chosen = options.megatron_fsdp_main_grads_dtype if options.use_megatron_fsdp else "auto"
@@ -366,7 +365,7 @@ def reduced_gradient_bytes(job: Job) -> int:
 
     Only Megatron-FSDP can reduce gradients in another type than it accumulates them, from 0.17 on.
     """
-    options, accumulated = performance_options(job), gradient_bytes_per_parameter(job)
+    options, accumulated = job.options, gradient_bytes_per_parameter(job)
     if not options.use_megatron_fsdp or _reduces_in_fp32(job):
         return accumulated
     is_narrow = job.grad_reduce_in_bf16 and job.release < _FIRST_OWN_GRADIENTS
@@ -376,7 +375,7 @@ def reduced_gradient_bytes(job: Job) -> int:
 
 def _reduces_in_fp32(job: Job) -> bool:
     """Return True if Megatron's `grad_reduce_in_fp32` decides on the gradients' type, and chooses fp32."""
-    options, dtype = performance_options(job), job.model.params_dtype
+    options, dtype = job.options, job.model.params_dtype
     if options.use_torch_fsdp2 or (options.use_megatron_fsdp and job.release >= _FIRST_OWN_GRADIENTS):
         return False
     if dtype != "bf16":
@@ -437,7 +436,7 @@ def _share(counts: IntOrInts, ranks: IntOrInts, largest: int) -> Ints:
 
 def has_whole_shards(job: Job) -> bool:
     """Return True if a separate distributed optimizer of Adam shards all parameters outside the layers' matrices."""
-    return job.release >= _FIRST_WHOLE_SHARDS and performance_options(job).use_layer_wise_param_layout
+    return job.release >= _FIRST_WHOLE_SHARDS and job.options.use_layer_wise_param_layout
 
 
 def buffered_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns) -> Ints:
@@ -451,7 +450,7 @@ def buffered_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: L
     is_whole = OPTIMIZERS[job.optimizer].is_for_matrices
     if is_whole and not has_whole_shards(job):
         return np.asarray(dense + expert)
-    extra = _BUSBW_ALIGNMENT if performance_options(job).ddp_pad_buckets_for_high_nccl_busbw else _SHARD_ALIGNMENT
+    extra = _BUSBW_ALIGNMENT if job.options.ddp_pad_buckets_for_high_nccl_busbw else _SHARD_ALIGNMENT
     parts = np.zeros_like(dense + expert)
     groups = zip((dense, expert), (layout.dp * layout.cp, expert_dp(layout)), _largest(job), _PACKED, strict=True)
     for count, ranks, largest, packed in groups:
@@ -468,7 +467,7 @@ def shard(
 
     The parameters are split over all ranks of the group if `across`, else over the ranks of one optimizer instance.
     """
-    instances = 1 if across else performance_options(job).num_distributed_optimizer_instances
+    instances = 1 if across else job.options.num_distributed_optimizer_instances
     groups = zip((dense, expert), (layout.dp * layout.cp, expert_dp(layout)), _largest(job), strict=True)
     shares = (np.minimum(counts, _share(counts, ranks // instances, largest)) for counts, ranks, largest in groups)
     return np.asarray(sum(shares))
@@ -500,7 +499,7 @@ def resident_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: L
     With `--num-distributed-optimizer-instances` each instance of the optimizer holds all states, unless FSDP shards
     states over all instances.
     """
-    sharding, options = sharding_of(job), performance_options(job)
+    sharding, options = sharding_of(job), job.options
     across = options.use_megatron_fsdp and options.outer_dp_sharding_strategy == "optim"
     is_sharded = sharding.states if sharding else layout.use_distributed_optimizer
     return np.where(is_sharded, shard(job, dense, expert, layout, across=across), dense + expert)
@@ -520,7 +519,7 @@ def optimizer_bytes(
     optimizer, which needs Adam.
     """
     resident = resident_parameters(job, dense, expert, layout)
-    options = performance_options(job)
+    options = job.options
     offloaded = options.optimizer_offload_fraction if options.optimizer_cpu_offload else 0.0
     per_parameter = state_bytes_per_parameter(job)
     states = np.rint(resident * (per_parameter * (1 - offloaded))).astype(np.int64)
@@ -551,7 +550,7 @@ def state_bytes_per_parameter(job: Job) -> int:
         factors = 2 * FP32_BYTES * sum(one.number * (one.short**2 + one.long**2) for one in whole)
         each = math.ceil(factors / sum(one.number * one.short * one.long for one in whole))
         return OPTIMIZERS["soap"].state_bytes + _master_bytes(job) + each
-    if job.optimizer != "adam" or not performance_options(job).use_precision_aware_optimizer:
+    if job.optimizer != "adam" or not job.options.use_precision_aware_optimizer:
         return OPTIMIZERS[job.optimizer].state_bytes + _master_bytes(job)
     return sum(_chosen_state_bytes(job)) + (_REMAINDER_BYTES if _keeps_remainders(job) else 0)
 
@@ -565,7 +564,7 @@ def step_bytes_per_parameter(job: Job) -> int:
     directly. Other optimizers read an fp32 copy of the gradients. The bytes moved to make this fp32 copy are not
     counted.
     """
-    is_aware = performance_options(job).use_precision_aware_optimizer
+    is_aware = job.options.use_precision_aware_optimizer
     gradient = gradient_bytes_per_parameter(job) if is_aware else FP32_BYTES
     is_own_copy = job.model.params_dtype == "fp32" or _keeps_remainders(job)
     weight = (2 if is_own_copy else 1) * job.model.dtype_bytes
@@ -581,14 +580,14 @@ def _master_bytes(job: Job) -> int:
 
 def _keeps_remainders(job: Job) -> bool:
     """Return True if a bf16 weight is the upper half of its fp32 copy, and the optimizer keeps only the lower half."""
-    options = performance_options(job)
+    options = job.options
     wide = _TYPE_BYTES.get(options.main_params_dtype, FP32_BYTES) == FP32_BYTES
     return options.use_precision_aware_optimizer and job.model.params_dtype == "bf16" and wide
 
 
 def _chosen_state_bytes(job: Job) -> tuple[int, ...]:
     """Return the bytes of each state of the precision-aware optimizer in its chosen type: moments, then fp32 copies."""
-    options = performance_options(job)
+    options = job.options
     if not options.use_precision_aware_optimizer or job.optimizer == "sgd":
         return ()
     types = [options.exp_avg_dtype, options.exp_avg_sq_dtype]

@@ -13,7 +13,6 @@ from pipette_launch.cost.layers.passes import Exchange, Load, PassLoads, matrix
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
 from pipette_launch.facts.model import ModelSpec
-from pipette_launch.megatron.performance import performance_options
 
 _CONVOLUTION = 4
 """Number of taps of the convolution, which no flag changes."""
@@ -173,7 +172,7 @@ class Delta(Block):
         net, tp, element = self.net, self.layout.tp, self.model.dtype_bytes * self.tokens
         projected = (net.projected if job.release >= _FIRST_VIEW else net.convolved) // tp
         kept = element * (projected + 2 * self.keys + 2 * self.copied + 3 * self.values + (_CHUNK + 3) * self.heads)
-        if performance_options(job).deterministic_mode:
+        if job.options.deterministic_mode:
             kept = self._native_bytes()
         statistics = 2 * self.heads + 2 * net.linear_num_key_heads // tp
         return Activations(

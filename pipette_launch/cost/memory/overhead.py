@@ -16,11 +16,10 @@ from typing import NamedTuple, overload
 
 from pipette_launch.cost.layers.parameters import expert_dp
 from pipette_launch.facts.accelerators import compute_capability
-from pipette_launch.facts.job import ITERATION, RING, Job, flag_of
+from pipette_launch.facts.job import ALLOCATOR_VARIABLES, EXPANDABLE, ITERATION, RING, Job, allocator_options, flag_of
 from pipette_launch.facts.known_devices import capability_of_cluster
 from pipette_launch.facts.layout import Ints, Layout, LayoutColumns
 from pipette_launch.facts.measurements import Measurements, MemoryNeed, StageReading
-from pipette_launch.megatron.performance import EXPANDABLE, VARIABLES, allocator_options, performance_options
 from pipette_launch.text import MIB, numbered
 
 NUM_CUBLAS_THREADS = 2
@@ -84,7 +83,7 @@ def workspace_bytes(job: Job, *, capability: int) -> int:
     transformer/moe/moe_utils.py, RouterGatingLinearFunction). `capability` is the major number of the compute
     capability, 9 for H100.
     """
-    options, model, release = performance_options(job), job.model, job.release
+    options, model, release = job.options, job.model, job.release
     pools = re.findall(r":(\d+):(\d+)", job.cublas_workspace_config)
     is_large = capability == _HOPPER or (capability > _HOPPER and release >= _BLACKWELL_IS_LARGE)
     cublas = _LARGE_BYTES if is_large else _SMALL_CUBLAS_BYTES
@@ -163,7 +162,7 @@ def uncounted(job: Job) -> tuple[str, ...]:
     graphs, and above 10 GB in pipelines. For graphs of whole iterations, NVIDIA's notes report 1.5 to 2 times the peak
     without graphs.
     """
-    options, found = performance_options(job), []
+    options, found = job.options, []
     names = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_scope_deprecated")
     flags = [flag_of(name) for name in names if getattr(options, name) not in (False, "none", ())]
     flags = flags or [flag_of("cuda_graph_modules")]
@@ -181,8 +180,8 @@ def uncounted(job: Job) -> tuple[str, ...]:
     unknown = [name for name in UNCOUNTED_OPTIONS if allocator.get(name, NATIVE) != NATIVE]
     if unknown:
         found.append(
-            f"Not in the allocator's reserve: {', '.join(unknown)} of {VARIABLES[0]}. The reserve may be larger or "
-            f"smaller."
+            f"Not in the allocator's reserve: {', '.join(unknown)} of {ALLOCATOR_VARIABLES[0]}. "
+            "The reserve may be larger or smaller."
         )
     return tuple(found)
 
@@ -274,7 +273,7 @@ def with_expandable_segments(job: Job) -> Job | None:
     """
     options = allocator_options(job.allocator_config)
     is_native = options.get("backend", NATIVE) == NATIVE
-    if not is_native or has_expandable_segments(job) or performance_options(job).nccl_ub:
+    if not is_native or has_expandable_segments(job) or job.options.nccl_ub:
         return None
     others = [f"{name}:{value}" for name, value in options.items() if name != EXPANDABLE]
     return replace(job, allocator_config=",".join((*others, f"{EXPANDABLE}:True")))
@@ -301,7 +300,7 @@ def num_communicators(job: Job, layout: Layout | LayoutColumns) -> int | Ints:
     communicator. Groups for sharded weights, checkpoints and MoE's auxiliary losses are left out. Megatron's
     parallel_state.py makes the groups, and each comment in the function names the Megatron file that uses a group.
     """
-    options, model = performance_options(job), job.model
+    options, model = job.options, job.model
     world = several(layout.tp * layout.cp * layout.pp * layout.dp)
     pipeline, gradients = several(layout.pp), several(layout.dp * layout.cp)
     return (

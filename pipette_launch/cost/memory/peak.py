@@ -31,7 +31,6 @@ from pipette_launch.cost.layers.mlp import Experts
 from pipette_launch.facts.job import ITERATION, Job
 from pipette_launch.facts.layout import Field, Ints, Layout, LayoutColumns, codes_of
 from pipette_launch.facts.schedule import num_warmup, schedule_table
-from pipette_launch.megatron.performance import performance_options
 from pipette_launch.text import bytes_text, plural
 
 Bytes = TypeVar("Bytes", int, NDArray[np.int64])
@@ -196,13 +195,13 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
     # forward runs between two backwards.
     waiting = np.maximum(layer["backward"], layer["forward"])
     # `--wgrad-deferral-limit` 0 defers the head's weight gradients of all micro-batches.
-    limit = performance_options(job).wgrad_deferral_limit or job.batch.global_batch_size
+    limit = job.options.wgrad_deferral_limit or job.batch.global_batch_size
     deferred = layer["deferred"] * np.minimum(stages.microbatches_N, limit)
     weights, gradients, optimizer, optimizer_step = _states(job, layouts, stages)
     chunks, mask, has_pipeline = _chunk_bytes(job, layouts, layer), layer["mask"], layouts.pp > 1
     all_chunks_load = job.release < _ENDS_LOAD
     activations = _live_bytes(stages, *chunks)
-    stays = performance_options(job).delta_offload_bytes_across_pp_ranks * stages.stage_S
+    stays = job.options.delta_offload_bytes_across_pp_ranks * stages.stage_S
     if stays.any():
         bare = layer | {kind: layer[kind] + layer[f"{kind} away"] for kind in {*job.model.layer_kinds}}
         whole = _live_bytes(stages, *_chunk_bytes(job, layouts, bare))
@@ -229,12 +228,12 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
         whole=stages.spread(_whole(layouts, layer)),
         graph=stages.spread(0),
     )
-    if performance_options(job).freeze_all_layers:
+    if job.options.freeze_all_layers:
         # Without gradients, a layer's tensors live only until its forward ends.
         none_S = stages.spread(0)
         parts = replace(parts, gradients=none_S, optimizer=none_S, optimizer_step=none_S, dummy_gradients=none_S)
         parts = replace(parts, activations=none_S, recompute=none_S, backward=stages.spread(layer["unit"]))
-    if performance_options(job).graphs.impl == ITERATION:
+    if job.options.graphs.impl == ITERATION:
         inputs = job.batch.global_batch_size // layouts.dp * ends.sample_bytes(job)
         inputs = stages.spread(0, first=inputs, last=inputs, prediction=inputs)
         parts = replace(parts, graph=inputs + np.minimum(parts.passing, parts.optimizer_step))
@@ -447,7 +446,7 @@ def _chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tu
     first = np.minimum(np.maximum(size, 1), layers)
     # CPU offloading of layers holds the activations of all other layers (TE cpu_offload.py, 2.10 on). It excludes
     # recompute and pipelines.
-    again = np.minimum(performance_options(job).cpu_offloading_num_layers, layers)
+    again = np.minimum(job.options.cpu_offloading_num_layers, layers)
     again = np.where(is_uniform, layers, np.where(is_block, first, again))
     inputs = np.where(is_uniform, -(-layers // np.maximum(size, 1)), np.where(is_block, first, 0))
     size_C = inputs * layer["stream"][rows]
@@ -645,18 +644,21 @@ def without_mask(job: Job) -> Job | None:
     """
     if not ends.attention_mask_bytes(job, job.own) or (not is_flash(job.model) and _RESET in job.performance_flags):
         return None
-    return replace(job, performance_flags=tuple(sorted((*job.performance_flags, NO_MASK))))
+    return _bare(job)
+
+
+def _bare(job: Job) -> Job:
+    return replace(job, options=replace(job.options, create_attention_mask_in_dataloader=False))
 
 
 def mask_notes(job: Job, layout: Layout) -> tuple[str, ...]:
     """Return a sentence about the stage whose peak the attention mask raises, and the flag that prevents the mask."""
     whole = layout.cp * ends.attention_mask_bytes(job, layout)
-    if whole and performance_options(job).sft and job.release >= _SFT_ASSERTS:
+    if whole and job.options.sft and job.release >= _SFT_ASSERTS:
         return (
             f"With --sft the first sample ends the job, because the data set makes no attention mask; add {NO_MASK}.",
         )
-    bare = replace(job, performance_flags=(*job.performance_flags, NO_MASK))
-    with_mask, without = ([part.total for part in peak_memory_bytes(one, layout)] for one in (job, bare))
+    with_mask, without = ([part.total for part in peak_memory_bytes(one, layout)] for one in (job, _bare(job)))
     raised = [rank for rank, peak in enumerate(with_mask) if peak > (1 + MATTERS) * without[rank]]
     if not raised:
         return ()
@@ -664,7 +666,7 @@ def mask_notes(job: Job, layout: Layout) -> tuple[str, ...]:
     cut = " before context parallelism cuts it" if layout.cp > 1 else ""
     need, bare_need = bytes_text(with_mask[fullest]), bytes_text(without[fullest])
     advice = f"{NO_MASK} leaves the mask out, which causal attention does not need. " if without_mask(job) else ""
-    workers = performance_options(job).num_workers
+    workers = job.options.num_workers
     maker = f"each of the {workers} {plural('worker', workers)} of a data loader" if workers else "the data loader"
     note = (
         f"The data loader's attention mask, {bytes_text(whole)} a micro-batch, goes whole to the device{cut}: with the "

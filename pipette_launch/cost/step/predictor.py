@@ -28,7 +28,6 @@ from pipette_launch.facts.job import ENGINE, LOCAL, RING, Job, flag_of
 from pipette_launch.facts.layout import Floats, Ints, Layout
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.schedule import Schedule
-from pipette_launch.megatron.performance import performance_options
 from pipette_launch.text import rate_text, seconds_text
 
 _SLOTS_AT_ONCE = 1 << 18
@@ -280,7 +279,7 @@ class Predictor:
         cluster = self._measurements.cluster
         if cluster.num_slots > 1 and not cluster.imagined and not self._measurements.group_times:
             assumed.append("No collective was measured; collectives are priced as rings over single links.")
-        options = performance_options(self._job)
+        options = self._job.options
         if options.fine_grained_activation_offloading and not self.compute.copies_to_host:
             assumed.append(
                 f"{flag_of('fine_grained_activation_offloading')} is not in the predicted step time, because its "
@@ -364,7 +363,7 @@ def launching_notes(job: Job, layout: Layout, parts_s: Mapping[str, float], step
 
     `parts_s` has the parts of the step (`StepTime.breakdown_s`).
     """
-    waits_s, options = parts_s.get(LAUNCHING, 0.0), performance_options(job)
+    waits_s, options = parts_s.get(LAUNCHING, 0.0), job.options
     if waits_s < _LAUNCHES_MATTER * step_s:
         return ()
     graphs, has_experts = options.graphs, job.model.num_experts
@@ -383,7 +382,7 @@ def launching_notes(job: Job, layout: Layout, parts_s: Mapping[str, float], step
 
 
 def _unpriced(job: Job, timed_flags: tuple[str, ...]) -> Iterator[str]:
-    options = performance_options(job)
+    options = job.options
     for name, values, meaning in UNPRICED:
         value = getattr(options, name)
         is_timed = flag_of(name) in timed_flags

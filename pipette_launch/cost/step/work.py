@@ -18,7 +18,6 @@ from pipette_launch.cost.pipeline.engine import Engine, engine_of
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Floats, Ints, Layout
 from pipette_launch.facts.measurements import Measurements
-from pipette_launch.megatron.performance import performance_options
 
 _PASSES = [passes.name for passes in fields(Passes)]
 
@@ -85,7 +84,7 @@ class LayoutWork:
             optimizer_s_P=_update_s_P(job, traffic, once),
             rank_S=np.arange(layout.num_chunks) % layout.pp,
         )
-        return _forwards(work) if performance_options(job).freeze_all_layers else work
+        return _forwards(work) if job.options.freeze_all_layers else work
 
 
 def _forwards(work: LayoutWork) -> LayoutWork:

@@ -11,7 +11,6 @@ from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.job import PerformanceOptions
 from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.layout import DEGREES, DESTS_OF, GROUP_SIZE
-from pipette_launch.megatron.performance import performance_options
 
 SIZES = {**DEGREES, "microbatch_group_size": GROUP_SIZE}
 """Layout fields that a message shows even if the user's flags do not set the field."""
@@ -57,7 +56,7 @@ class Rules:
     def of(cls, job: Job, *, device_kind: str, rooms: Domains | None = None) -> Rules:
         """Read the options that the flags of a job set."""
         rooms = rooms if device_kind == "cuda" else None
-        options = performance_options(job)
+        options = job.options
         return cls(job=job, release=job.release, device_kind=device_kind, options=options, rooms=rooms)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from pipette_launch.facts import Device, Job, Layout
 from pipette_launch.facts.job import ENGINE, GRAPHS, LOCAL, PRECISION
-from pipette_launch.megatron.performance import performance_options
 from pipette_launch.megatron.script import FORCED_BALANCE, environment, forces_balance, played_arguments
 from pipette_launch.probe.messages import WarmupOrder
 from pipette_patches.play import run_script
@@ -40,7 +39,7 @@ class OwnScript:
         origin = Path((spec and spec.origin) or "" if program.is_module else name)
         text = origin.read_text(errors="replace") if origin.is_file() else ""
         # A graph of a whole iteration has no layers, and Megatron 0.14 has no function that deletes graphs.
-        graphs = performance_options(options.job).graphs.impl in (LOCAL, ENGINE) and options.job.release > (0, 14)
+        graphs = options.job.options.graphs.impl in (LOCAL, ENGINE) and options.job.release > (0, 14)
         captures = graphs and options.device_kind == "cuda"
         has_mocks, device = "megatron.training" in text, options.device(0)
         return cls(program=program, mocks_data=has_mocks, captures=captures, device=device)

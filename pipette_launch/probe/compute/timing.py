@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from pipette_launch.facts import ComputeCase, ComputeTime, Job, LoadingTime, Samples
 from pipette_launch.facts.measurements import LAYERS
-from pipette_launch.megatron.performance import performance_options
 from pipette_launch.probe.instruments import Stopwatch
 from pipette_patches.workload import MakeProgram, Part, workload
 
@@ -227,13 +226,13 @@ def loads_as_megatron_lm(job: Job) -> bool:
     spec = importlib.util.find_spec("megatron.training")
     # The wheel of megatron-core 0.19 also contains `megatron.training`, but no script beside it.
     is_checkout = spec and spec.origin and Path(spec.origin).parents[2].joinpath("pretrain_gpt.py").is_file()
-    return bool(is_checkout) and performance_options(job).dataloader_type != "external"
+    return bool(is_checkout) and job.options.dataloader_type != "external"
 
 
 def loading_time(job: Job, layer: Part, micro_batch_size: int) -> LoadingTime:
     """Time the loading of micro-batches of two sizes beside a layer on a CPU: 1 sample, and `micro_batch_size` or 2."""
-    num_workers = performance_options(job).num_workers
-    has_mask = performance_options(job).create_attention_mask_in_dataloader
+    num_workers = job.options.num_workers
+    has_mask = job.options.create_attention_mask_in_dataloader
     num_batches = TURNS * (2 * BATCHES + QUEUED * num_workers + 1)
     sizes, seconds = (1, max(2, micro_batch_size)), []
     for size in sizes:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from facts_for_tests import expert_groups, groups_of, tiny_job, tiny_model
+from facts_for_tests import changed_job, expert_groups, groups_of, tiny_job, tiny_model
 
 from pipette_launch.cost.communication import exchanges as exchanges_module
 from pipette_launch.cost.communication.exchanges import (
@@ -262,7 +262,7 @@ def test_tokens_in_mxfp8_are_half_as_large(flag: str, wide: object, narrow: obje
     """Full recompute dispatches again; a token has 33 bytes for 32 elements instead of 64."""
     again = Recompute(granularity="full", method="uniform", num_layers=1)
     flags = ("--moe-token-dispatcher-type flex", "--moe-flex-dispatcher-backend ncclep", flag)
-    job = replace(moe_job(performance_flags=flags), megatron_version="0.20.0")
+    job = changed_job(moe_job(performance_flags=flags), megatron_version="0.20.0")
     plain, small = rows(job, Layout(dp=2, ep=2, recompute=again))
 
     assert (plain[3:], small[3:]) == (wide, narrow)
@@ -487,7 +487,7 @@ def test_torch_gathers_the_ends_too() -> None:
 def test_copies_gather_for_themselves() -> None:
     """Two copies of shards over two ranks each: they exchange inside, and add up half of all gradients once a step."""
     this = job("optim_grads_params")
-    two = replace(this, performance_flags=(*this.performance_flags, "--num-distributed-optimizer-instances 2"))
+    two = changed_job(this, performance_flags=(*this.performance_flags, "--num-distributed-optimizer-instances 2"))
     gradients = 4 * LAYER + EMBEDDING + NORM
 
     assert shard_rows(exchanges(two, SHARDED, Hiding(layers_s=NOTHING_S))) == shard_rows(
@@ -499,7 +499,7 @@ def test_copies_gather_for_themselves() -> None:
 def test_as_many_copies_as_ranks_shard_nothing() -> None:
     """Each rank then has everything."""
     this = job("optim_grads_params")
-    four = replace(this, performance_flags=(*this.performance_flags, "--num-distributed-optimizer-instances 4"))
+    four = changed_job(this, performance_flags=(*this.performance_flags, "--num-distributed-optimizer-instances 4"))
 
     assert exchanges(four, SHARDED, Hiding(layers_s=NOTHING_S)) == ()
 
@@ -544,7 +544,7 @@ def test_only_the_first_chunk_is_split_into_buckets() -> None:
 
 def test_gloo_sends_what_is_asked_for() -> None:
     """Without virtual stages, or without overlap; what NCCL does is not known, so its messages travel ahead."""
-    apart = replace(tiny_job(2), performance_flags=("--no-overlap-p2p-communication",))
+    apart = changed_job(tiny_job(2), performance_flags=("--no-overlap-p2p-communication",))
 
     assert Waits.of(tiny_job(2), 1, "cpu").meets_receivers
     assert not Waits.of(tiny_job(2), 2, "cpu").meets_receivers

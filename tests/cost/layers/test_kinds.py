@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from facts_for_tests import DELTA_NET, tiny_job, tiny_model
+from facts_for_tests import DELTA_NET, changed_job, tiny_job, tiny_model
 
 from pipette_launch.cost.layers import kinds
 from pipette_launch.cost.layers.block import Sizes
@@ -172,7 +172,7 @@ def test_unfused_swiglu_keeps_one_more() -> None:
     unfused = tiny_job(model=llama().model, performance_flags=("--no-bias-swiglu-fusion",), megatron_version="0.14.0")
 
     assert kept_bytes(unfused, Layout(), "layer") == 30 * 2048 + LOG_SUM_EXP
-    assert kept_bytes(replace(unfused, megatron_version="0.16.1"), Layout(), "layer") == 34 * 2048 + LOG_SUM_EXP
+    assert kept_bytes(changed_job(unfused, megatron_version="0.16.1"), Layout(), "layer") == 34 * 2048 + LOG_SUM_EXP
 
 
 def test_context_parallelism_divides_the_tokens() -> None:
@@ -222,7 +222,7 @@ def test_an_expert_layer() -> None:
 def test_experts_on_other_ranks_change_nothing_when_routing_is_balanced() -> None:
     """A rank works on as many tokens as it sends away; alltoall sends no more than it has."""
     moe = job(num_experts=4, moe_layer_freq=(1,) * 4, moe_ffn_hidden_size=128)
-    moe = replace(moe, performance_flags=("--moe-token-dispatcher-type alltoall",))
+    moe = changed_job(moe, performance_flags=("--moe-token-dispatcher-type alltoall",))
 
     assert kept_bytes(moe, Layout(dp=4, ep=4), "moe_layer") == kept_bytes(moe, Layout(dp=4), "moe_layer")
 
@@ -288,7 +288,7 @@ def test_the_layers_of_multi_token_prediction() -> None:
     assert prediction_bytes(plain, Layout()) == kept_bytes(plain, Layout(), "layer") + 12 * 2048 + 8 * 32
     assert prediction_bytes(plain, full) == 2 * 2048 + 12 * 2048 + 8 * 32
     # The kept input of a recomputed layer is in fp32 with `--fp32-residual-connection`.
-    wide = replace(plain, performance_flags=("--fp32-residual-connection",))
+    wide = changed_job(plain, performance_flags=("--fp32-residual-connection",))
     assert prediction_bytes(wide, full) == 4 * 2048 + 12 * 2048 + 8 * 32
     assert prediction_bytes(job(), Layout()) == 0
 
@@ -297,7 +297,7 @@ def test_the_backward_of_an_expert_layer() -> None:
     """The experts' need, or unfused attention's after the experts' share is freed; with overlap one more layer."""
     moe = job(num_experts=4, moe_layer_freq=(1,) * 4, moe_ffn_hidden_size=128)
     long = replace(moe, model=replace(moe.model, attention_backend="unfused", seq_length=4096))
-    overlapped = replace(moe, performance_flags=("--overlap-moe-expert-parallel-comm",))
+    overlapped = changed_job(moe, performance_flags=("--overlap-moe-expert-parallel-comm",))
     plain = backward_bytes(moe, Layout(), "moe_layer")
 
     assert plain == Experts(moe.model, Layout()).backward_bytes(moe)
@@ -372,7 +372,7 @@ def test_a_share_of_the_modules_leaves() -> None:
     flags = ("--min-offloaded-tensor-size 1", "--activation-offload-fraction 0.25")
     all_leave = offloading_job("moe_act")
     offloading = all_leave.performance_flags[:-1]
-    some_leave = replace(all_leave, megatron_version="0.19.0", performance_flags=(*offloading, *flags))
+    some_leave = changed_job(all_leave, megatron_version="0.19.0", performance_flags=(*offloading, *flags))
 
     kept, kept_more = (kept_bytes(one, Layout(), "moe_layer") for one in (all_leave, some_leave))
     assert kept_more - kept == 3 * of(all_leave).left // 4
@@ -386,7 +386,7 @@ def test_small_tensors_stay() -> None:
 
 def test_only_named_modules_of_transformer_engine_leave() -> None:
     """Nothing without the flag, nothing of Megatron's own layers, nothing of a dense MLP."""
-    plain = replace(
+    plain = changed_job(
         offloading_job(ALL), performance_flags=("--offload-modules core_attn", "--min-offloaded-tensor-size 1")
     )
 

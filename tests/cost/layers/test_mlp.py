@@ -1,10 +1,8 @@
 """An MoE layer by hand: 32 tokens, h 64, four experts of width 96, the best two of each token, bf16."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-from facts_for_tests import tiny_job, tiny_model
+from facts_for_tests import changed_job, tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,8 +93,8 @@ def test_a_capacity_drops_rows_or_pads_them() -> None:
 
 def test_a_capacity_of_the_rank_sizes_its_buffers() -> None:
     """Half as many rows more than under balanced routing; a paged stash keeps a tenth more."""
-    sized = replace(job("--moe-expert-rank-capacity-factor 1.5"), megatron_version="0.20.0")
-    stashed = replace(sized, performance_flags=(*sized.performance_flags, "--moe-paged-stash"))
+    sized = changed_job(job("--moe-expert-rank-capacity-factor 1.5"), megatron_version="0.20.0")
+    stashed = changed_job(sized, performance_flags=(*sized.performance_flags, "--moe-paged-stash"))
 
     assert rows(sized, Layout()) == 96
     assert rows(stashed, Layout()) == round(1.1 * 64)
@@ -157,7 +155,7 @@ def test_only_delayed_scaling_keeps_a_narrow_copy_of_a_shared_experts_input() ->
     wide, narrow = (
         kept(job(*words, moe_shared_expert_intermediate_size=128), Layout()).shared for words in ((), flags)
     )
-    older = replace(job(*flags, moe_shared_expert_intermediate_size=128), megatron_version="0.13.0")
+    older = changed_job(job(*flags, moe_shared_expert_intermediate_size=128), megatron_version="0.13.0")
 
     assert 4 * narrow == 3 * wide > 0
     assert kept(older, Layout()).shared > narrow

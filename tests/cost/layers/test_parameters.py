@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from facts_for_tests import tiny_job, tiny_model
+from facts_for_tests import changed_job, tiny_job, tiny_model
 
 from pipette_launch.cost.layers.block import Parameters
 from pipette_launch.cost.layers.kinds import kind_parameters
@@ -343,7 +343,7 @@ def test_type_of_gradients_of_megatron_fsdp(
     version: str, flags: tuple[str, ...], reduces_in_bf16: bool, expected: tuple[int, int]
 ) -> None:
     """Until 0.18 `grad_reduce_in_fp32` chooses fp32; later only Megatron-FSDP's own flags choose both types."""
-    this = replace(optimizer_job(MEGATRON, *flags), megatron_version=version, grad_reduce_in_bf16=reduces_in_bf16)
+    this = changed_job(optimizer_job(MEGATRON, *flags), megatron_version=version, grad_reduce_in_bf16=reduces_in_bf16)
 
     assert expected == (gradient_bytes_per_parameter(this), reduced_gradient_bytes(this))
 
@@ -351,7 +351,7 @@ def test_type_of_gradients_of_megatron_fsdp(
 def test_whole_gradients_of_fsdp_have_the_type_of_the_reduction() -> None:
     """Buffers of whole gradients have 2 bytes a parameter if Megatron-FSDP reduces in bf16, whatever it accumulates."""
     types = ("--megatron-fsdp-main-grads-dtype fp32", "--megatron-fsdp-grad-comm-dtype bf16")
-    this = replace(optimizer_job(MEGATRON, ALL, *types), megatron_version="0.20.0")
+    this = changed_job(optimizer_job(MEGATRON, ALL, *types), megatron_version="0.20.0")
 
     assert 2 == whole_beside_shards(this, SHARDED).layer_gradients / LAYER
 
@@ -381,7 +381,7 @@ def test_muon_shards_whole_matrices(
     version: str, flags: tuple[str, ...], layout: Layout, largest_share: int, buffer: int
 ) -> None:
     """Matrices of 12288, 4096, 16384 and 16384 parameters: one moment and the fp32 copy, 8 bytes."""
-    this = replace(optimizer_job(*flags), megatron_version=version, optimizer="muon")
+    this = changed_job(optimizer_job(*flags), megatron_version=version, optimizer="muon")
 
     assert optimizer_bytes(this, 196608, 0, layout) == (8 * largest_share, 0)
     assert buffered_parameters(this, 196608, 0, layout) == buffer
@@ -389,8 +389,8 @@ def test_muon_shards_whole_matrices(
 
 def test_adam_updates_parameters_outside_layers_under_muon() -> None:
     """12 bytes for each of 16000: a shard of an ordinary distributed optimizer, or before 0.18 all on one rank."""
-    new = replace(optimizer_job(), megatron_version="0.19.0", optimizer="dist_muon")
-    old = replace(new, megatron_version="0.17.1")
+    new = changed_job(optimizer_job(), megatron_version="0.19.0", optimizer="dist_muon")
+    old = changed_job(new, megatron_version="0.17.1")
 
     assert optimizer_bytes(new, 212608, 0, FLAT, ends=16000)[0] == 8 * 16384 + 12 * 1000
     assert optimizer_bytes(old, 212608, 0, FLAT, ends=16000)[0] == 8 * 16384 + 12 * 16000

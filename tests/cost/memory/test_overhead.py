@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from facts_for_tests import stage_reading, tiny_cluster, tiny_job, tiny_measurements, tiny_model
+from facts_for_tests import changed_job, stage_reading, tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from search.worlds import on_gpus as cluster_on_gpus
@@ -61,7 +61,7 @@ def test_one_cublas_workspace(capability: int, environment: dict[str, str], expe
 
 def test_newer_torch_gives_blackwell_a_large_workspace() -> None:
     """The containers of core_v0.18 have torch 2.12, whose default on Blackwell is the size on Hopper."""
-    job = replace(tiny_job(model=tiny_model(transformer_impl="local")), megatron_version="0.18.0")
+    job = changed_job(tiny_job(model=tiny_model(transformer_impl="local")), megatron_version="0.18.0")
 
     assert 2 * 32 * MIB == workspace_bytes(job, capability=B200)
 
@@ -88,7 +88,7 @@ def test_grouped_gemms_have_four_more() -> None:
         transformer_impl="transformer_engine", num_experts=4, moe_layer_freq=(1,) * 4, moe_ffn_hidden_size=128
     )
     plain = tiny_job(model=model, cublas_workspace_config=":4096:8")
-    grouped = replace(plain, performance_flags=("--moe-grouped-gemm",))
+    grouped = changed_job(plain, performance_flags=("--moe-grouped-gemm",))
 
     sizes = [workspace_bytes(job, capability=A100) for job in (plain, grouped)]
 
@@ -107,7 +107,7 @@ def test_overlapped_tensor_parallelism(release: str, impl: str, expected: int) -
     """Overlap needs three workspaces of TransformerEngine, and newer releases keep the usual one beside them."""
     job = tiny_job(model=tiny_model(transformer_impl=impl), performance_flags=("--tp-comm-overlap",))
 
-    assert expected == workspace_bytes(replace(job, megatron_version=release), capability=H100)
+    assert expected == workspace_bytes(changed_job(job, megatron_version=release), capability=H100)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_overlapped_tensor_parallelism(release: str, impl: str, expected: int) -
 def test_a_router_has_a_workspace_of_transformer_engine(release: str, flags: tuple[str, ...], expected: int) -> None:
     """In Megatron's own layers the router is the only user, and not with double precision."""
     model = tiny_model(transformer_impl="local", num_experts=4, moe_layer_freq=(1,) * 4, moe_ffn_hidden_size=128)
-    job = replace(tiny_job(model=model, performance_flags=flags), megatron_version=release)
+    job = changed_job(tiny_job(model=model, performance_flags=flags), megatron_version=release)
 
     assert expected * MIB == workspace_bytes(job, capability=H100)
 
@@ -243,7 +243,7 @@ def test_a_gpu_without_any_overhead_was_not_measured() -> None:
 )
 def test_communicators_are_counted_as_torch_opens_them(layout: Layout, flags: tuple[str, ...], count: int) -> None:
     """One for each group that Megatron uses, and one for each neighbour where messages are not batched."""
-    assert count == num_communicators(replace(GPT, performance_flags=flags), layout)
+    assert count == num_communicators(changed_job(GPT, performance_flags=flags), layout)
 
 
 @pytest.mark.parametrize(
@@ -425,7 +425,7 @@ def test_segments_can_expand_unless_the_allocator_or_megatron_refuses(
     config: str, flags: tuple[str, ...], expected: str | None
 ) -> None:
     """The setting is added to the job's own options of the allocator, or replaces its opposite."""
-    changed = with_expandable_segments(replace(GPT, allocator_config=config, performance_flags=flags))
+    changed = with_expandable_segments(changed_job(GPT, allocator_config=config, performance_flags=flags))
 
     assert expected == (changed and changed.allocator_config)
 

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from facts_for_tests import tiny_job, tiny_model
+from facts_for_tests import changed_job, tiny_job, tiny_model
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -49,7 +49,7 @@ def test_later_stages_offload_less() -> None:
     flags = ("--fine-grained-activation-offloading", "--min-offloaded-tensor-size 1", "--offload-modules qkv_linear")
     layout, plain = Layout(pp=4), job()
     even, some, all_stay = (
-        replace(
+        changed_job(
             plain,
             megatron_version="0.19.0",
             performance_flags=(*flags, f"--delta-offload-bytes-across-pp-ranks {delta}"),
@@ -96,7 +96,7 @@ def test_a_peak_by_hand() -> None:
 def test_a_graph_of_an_iteration_owns_its_pool() -> None:
     """The optimizer step finds no free bytes in the pool, and 4 samples have 28 bytes a token and a mask of s * s."""
     job = tiny_job(2, own=Layout(pp=2, dp=1), batch=Batch(global_batch_size=4), megatron_version="0.18.0")
-    graphed = replace(job, performance_flags=("--cuda-graph-impl full_iteration",))
+    graphed = changed_job(job, performance_flags=("--cuda-graph-impl full_iteration",))
     inputs = 4 * (28 * job.model.seq_length + job.model.seq_length**2)
 
     for bare, held in zip(peak_memory_bytes(job, job.own), peak_memory_bytes(graphed, job.own), strict=True):
@@ -337,7 +337,7 @@ def test_shards_and_what_stands_whole() -> None:
         "--data-parallel-sharding-strategy optim_grads_params",
         "--fsdp-double-buffer",
     )
-    (parts,) = peak_memory_bytes(replace(tiny_job(), performance_flags=flags), SHARDED_4)
+    (parts,) = peak_memory_bytes(tiny_job(performance_flags=flags), SHARDED_4)
     layer, ends = 49984, 16384 + 2048 + 128
     parameters = 4 * layer + ends
 
@@ -353,7 +353,7 @@ def test_gradients_wait_while_activations_go(size: int, layers_gathered: int, gr
     """Two layers' wait where a third is being reduced; where all layers were gathered, their weights go meanwhile."""
     words = (f"--suggested-communication-unit-size {size}",) if size else ()
     flags = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params", *words)
-    (parts,) = peak_memory_bytes(replace(tiny_job(), performance_flags=flags), SHARDED_4)
+    (parts,) = peak_memory_bytes(tiny_job(performance_flags=flags), SHARDED_4)
     layer, ends = 49984, 16384 + 2048 + 128
 
     assert parts.whole == 4 * (layers_gathered * layer + ends) + 4 * (layer + ends) + grown
@@ -362,7 +362,7 @@ def test_gradients_wait_while_activations_go(size: int, layers_gathered: int, gr
 def test_a_single_rank_has_no_shards() -> None:
     """Everything is whole, once."""
     flags = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params")
-    (parts,) = peak_memory_bytes(replace(tiny_job(), performance_flags=flags), Layout(use_distributed_optimizer=True))
+    (parts,) = peak_memory_bytes(tiny_job(performance_flags=flags), Layout(use_distributed_optimizer=True))
 
     assert parts.whole == 0
 
@@ -376,7 +376,7 @@ LAYER = 2 * (192 * 64 + 64 * 64 + 256 * 64 + 64 * 256)
 def fp8_job(*flags: str, **changes: object) -> Job:
     """A bf16 GPT of four layers on core_v0.16."""
     model = {"params_dtype": "bf16", "transformer_impl": "transformer_engine"}
-    return replace(tiny_job(model=tiny_model(**(model | changes)), performance_flags=flags), megatron_version="0.16.1")
+    return tiny_job(model=tiny_model(**(model | changes)), performance_flags=flags)
 
 
 def test_two_bytes_for_each_parameter_of_the_layers() -> None:
@@ -434,14 +434,14 @@ def test_no_copies() -> None:
 def test_blackwell_keeps_no_transpose_of_weights_with_one_scale(flags: str, version: str, bytes_more: float) -> None:
     """MXFP8 and NVFP4 keep two copies, because scales of rows and of columns differ."""
     words = [f"--{part.strip()}" for part in flags.split("--")[1:]]
-    job = replace(fp8_job(*words), compute_capability=10, megatron_version=version)
+    job = changed_job(fp8_job(*words), compute_capability=10, megatron_version=version)
 
     assert narrow_weight_bytes(job, Layout()) == (4 * bytes_more * MATRICES,)
 
 
 def test_inputs_of_matrices_in_fp4_take_half_a_byte_and_scales() -> None:
     """One byte of scales for 16 elements."""
-    wide, narrow = (replace(fp8_job(*words), megatron_version="0.19.0") for words in ((), ("--fp4-format e2m1",)))
+    wide, narrow = (changed_job(fp8_job(*words), megatron_version="0.19.0") for words in ((), ("--fp4-format e2m1",)))
     kept = [Mlp(job.model, Layout()).activations(job).mlp_activation for job in (wide, narrow)]
 
     assert kept[1] == kept[0] * 9 / 32
@@ -477,7 +477,7 @@ def test_grouped_experts_have_none_before_016() -> None:
     """Attention 192 + 64 rows, a shared expert of width 32, and experts of width 128, all from or to 64."""
     moe = {"num_experts": 4, "moe_layer_freq": (1,) * 4, "moe_ffn_hidden_size": 128}
     newer = fp8_job("--moe-grouped-gemm", **moe, moe_shared_expert_intermediate_size=32)
-    older, attention = replace(newer, megatron_version="0.15.0"), 2 * (192 * 64 + 64 * 64)
+    older, attention = changed_job(newer, megatron_version="0.15.0"), 2 * (192 * 64 + 64 * 64)
 
     assert dummy_gradient_bytes(older, Layout(), has_head=False) == attention + 2 * 2 * 32 * 64
     assert dummy_gradient_bytes(newer, Layout(), has_head=False) == attention + 2 * 2 * (32 + 128) * 64
@@ -488,7 +488,7 @@ def test_grouped_experts_have_none_before_016() -> None:
     [
         fp8_job("--no-gradient-accumulation-fusion"),
         fp8_job(transformer_impl="local"),
-        replace(fp8_job(), megatron_version="0.13.1"),
+        changed_job(fp8_job(), megatron_version="0.13.1"),
     ],
 )
 def test_nothing_without_the_store(this: Job) -> None:

@@ -51,7 +51,7 @@ EXPERTS = (
 
 def job(world_size: int = 4, **changes: object) -> Job:
     """Sixteen samples a step."""
-    return replace(tiny_job(world_size), batch=Batch(global_batch_size=16), **changes)  # type: ignore[arg-type]
+    return tiny_job(world_size, **({"batch": Batch(global_batch_size=16)} | changes))
 
 
 def expert_job() -> Job:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from facts_for_tests import (
+    changed_job,
     drawn_cluster,
     drawn_fits,
     stage_reading,
@@ -44,7 +45,7 @@ from pipette_launch.facts.measurements import CollectiveTime
 from pipette_launch.facts.schedule import PassTimes
 
 DENSE = replace(tiny_job(8), batch=Batch(global_batch_size=16))
-MOE = replace(
+MOE = changed_job(
     DENSE,
     model=tiny_model(num_experts=4, moe_layer_freq=(0, 1, 0, 1)),
     performance_flags=("--moe-token-dispatcher-type alltoall",),
@@ -155,7 +156,7 @@ def test_ten_thousand_slots_are_priced_without_a_matrix_of_all_pairs() -> None:
 
 def job(world_size: int = 4, **changes: object) -> Job:
     """Sixteen samples a step."""
-    return replace(tiny_job(world_size), batch=Batch(global_batch_size=16), **changes)  # type: ignore[arg-type]
+    return tiny_job(world_size, **({"batch": Batch(global_batch_size=16)} | changes))
 
 
 def measurements(cluster: Cluster, **changes: object) -> Measurements:
@@ -189,7 +190,7 @@ def test_shards_by_hand() -> None:
     once a step.
     """
     flags = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params")
-    predictor = Predictor(replace(tiny_job(2), performance_flags=flags), tiny_measurements(tiny_cluster(2, 1)))
+    predictor = Predictor(changed_job(tiny_job(2), performance_flags=flags), tiny_measurements(tiny_cluster(2, 1)))
     layer_s, embedding_s, ends_s = (1e-4 + size / 2 / 1e8 for size in (199_936, 73_728, 73_728 + 512))
     exposed_s = 2 * layer_s + embedding_s + 10 * (layer_s - 1e-3)
 

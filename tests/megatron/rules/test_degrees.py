@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from facts_for_tests import LATENT, tiny_job, tiny_model
+from facts_for_tests import LATENT, changed_job, tiny_job, tiny_model
 from megatron_lines import job
 
 from pipette_launch.facts import Batch, GatedDelta, HybridLayers, Layout, Recompute, SparseAttention
@@ -61,7 +61,7 @@ def test_layers_share_selected_keys_within_a_chunk(layout: Layout, fault: str | 
     job = tiny_job(2, model=model, performance_flags=flags, megatron_version="0.20")
 
     found = broken_rule(Rules.of(job, device_kind="cuda"), layout)
-    ring = broken_rule(Rules.of(replace(job, performance_flags=()), device_kind="cuda"), Layout(cp=2))
+    ring = broken_rule(Rules.of(changed_job(job, performance_flags=()), device_kind="cuda"), Layout(cp=2))
 
     assert fault == (found.reason if found else None)
     assert ring is not None

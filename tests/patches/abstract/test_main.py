@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
-from facts_for_tests import tiny_job, tiny_model
+from facts_for_tests import changed_job, tiny_job, tiny_model
 
 from benchmarks.abstract_worker import Executor
 from pipette_launch.cost.layers.parameters import stage_parameters
@@ -130,7 +130,7 @@ def test_both_ends_hold_the_mask_of_long_sequences(executor: Executor, layout: L
 def test_a_long_ring_holds_all_its_steps(executor: Executor, changes: dict[str, object], layout: Layout) -> None:
     """Without a mask the attention of one layer makes the peak: 24 MiB of 160 for 16 ranks."""
     model = small(**LLAMA, seq_length=8192, max_position_embeddings=8192, num_layers=2, **changes)
-    job = replace(job_of(model, layout), performance_flags=("--no-create-attention-mask-in-dataloader",))
+    job = changed_job(job_of(model, layout), performance_flags=("--no-create-attention-mask-in-dataloader",))
     closed = peak_memory_bytes(job, layout)
     for found in executor.execute(job, layout, range(layout.pp)):
         assert pytest.approx(found.peak, rel=0.04) == closed[found.pp_rank].total

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,7 +56,7 @@ def job_of(layout: Layout, modules: str, **changes: Any) -> Job:
         flags += ["--fine-grained-activation-offloading", f"--offload-modules {modules}"]
     batch = Batch(global_batch_size=8 * layout.dp * layout.micro_batch_size)
     model = tiny_model(**(shape | changes))
-    return replace(tiny_job(layout.world_size, model=model, own=layout, batch=batch), performance_flags=tuple(flags))
+    return tiny_job(layout.world_size, model=model, own=layout, batch=batch, performance_flags=tuple(flags))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from facts_for_tests import tiny_job, tiny_model
+from facts_for_tests import changed_job, tiny_job, tiny_model
 from gpu_rules.first_call import CompilingDevice, Shape
 from gpu_rules.workspaces import CUBLAS_BYTES, MIB, Allocator
 from hypothesis import given
@@ -170,7 +170,7 @@ def test_a_script_first_loses_its_graphs_and_then_its_layers(
     slot.script = OwnScript(
         program=Program(patches=(), name="s.py", is_module=False, arguments=()), mocks_data=False, captures=True
     )
-    job = replace(slot.options.job, performance_flags=("--cuda-graph-impl local", "--fp8-format hybrid"))
+    job = changed_job(slot.options.job, performance_flags=("--cuda-graph-impl local", "--fp8-format hybrid"))
     before = slot.script.timed_flags(job)
 
     slot.first_lap()

@@ -34,27 +34,22 @@ class Part:
 
 PARTS = (
     Part(
-        name="main", module="main_job", share=0.30, says="the main job: measure, plan, launch, train, run out of memory"
+        name="main", module="main_job", share=0.40, says="the main job: measure, plan, launch, train, run out of memory"
     ),
-    Part(name="engine", module="engine", share=0.12, says="the main job with layers of Transformer Engine"),
+    Part(name="engine", module="engine", share=0.16, says="the main job with layers of Transformer Engine"),
     Part(
         name="script",
         module="own_script",
-        share=0.12,
+        share=0.16,
         says="a script as it is, in each precision, with windows and CUDA graphs: played, and beside it in training",
     ),
     Part(
         name="ranks",
         module="ranks",
-        share=0.17,
+        share=0.22,
         says="several ranks on one device: order of collectives, plans, placements, zero-bubble schedules",
     ),
-    Part(name="memory", module="memory", share=0.11, says="peaks of single ranks of jobs of 8 to 1,024"),
-    Part(
-        name="time", module="times", share=0.09, says="layers over a grid of shapes, and the device model beside them"
-    ),
-    Part(name="probes", module="probes", share=0.04, says="the driver, clocks, events, copies, one rank of NCCL"),
-    Part(name="tests", module="suite", share=0.05, says="tests marked `gpu`"),
+    Part(name="tests", module="suite", share=0.06, says="tests marked `gpu`"),
 )
 """The most valuable first."""
 

@@ -11,18 +11,14 @@ from gpu_rules.nvml import FakeNvml, install
 
 from benchmarks.gpu import (
     engine,
-    figures,
     jobs,
     launches,
     main_job,
-    memory,
     own_script,
     ranks,
     report,
-    shapes,
     supervise,
     tight,
-    times,
 )
 from benchmarks.gpu.jobs import COMMON_WORDS, ENGINE_WORDS, WITHOUT_KERNELS
 from benchmarks.gpu.launches import Launch, losses_apart
@@ -33,7 +29,7 @@ from pipette_launch import megatron
 from pipette_launch.errors import FileFormatError, PipetteError
 from pipette_launch.facts import Device, Layout
 from pipette_launch.probe.health import nvml
-from pipette_launch.text import GIB, MIB
+from pipette_launch.text import GIB
 
 GPU = Device(
     kind="cuda", uuid="GPU-aaaa-0", name="NVIDIA H100", memory_total_bytes=80 * GIB, memory_free_bytes=79 * GIB
@@ -48,7 +44,7 @@ BESIDE = {
 """Losses and steps of a plan by hand beside torchrun's."""
 
 
-def notebook(folder: Path, part: str = "memory", left_s: float = 60.0, device: Device | None = None) -> Notebook:
+def notebook(folder: Path, part: str = "ranks", left_s: float = 60.0, device: Device | None = None) -> Notebook:
     """A part's, on a CPU unless told otherwise."""
     ends_at_s = time.time() + left_s
     return Notebook(path=folder / f"{part}.json", part=part, device=device or device_here("cpu"), ends_at_s=ends_at_s)
@@ -129,107 +125,30 @@ def test_a_report_tells_what_ran_what_did_not_and_why(tmp_path: Path) -> None:
     """Device, parts, records as sentences and tables, and what was not done; a folder without records is refused."""
     with pytest.raises(FileFormatError, match="no records of a check"):
         report.whole_text(tmp_path)
-    book = notebook(tmp_path, "probes")
-    book.add("all-reduce", bytes=8, seconds=1e-5, spread=0.0)
+    book = notebook(tmp_path, "tests")
+    book.add("test", name="x", outcome="passed", why="", seconds=1.0)
     book.miss("copies", "there was no time")
     report.note_end(book.path, "it was ended after 9 s")
 
     text = report.whole_text(tmp_path)
 
     assert "**This has not run on a GPU.**" in text
-    assert (
-        "| probes | the driver, clocks, events, copies, one rank of NCCL | 1 | 1 | 0 | it was ended after 9 s |" in text
-    )
-    assert "- An all-reduce of 8 bytes with itself: 10 us." in text
+    assert "| tests | tests marked `gpu` | 1 | 1 | 0 | it was ended after 9 s |" in text
+    assert "- 1 tests: 1 passed, 0 failed, 0 skipped." in text
     assert "- copies: there was no time" in text
     assert f"gpu_cpu_{time.strftime('%Y-%m-%d', time.gmtime())}.md" == report.results_file(tmp_path).name
 
 
 def test_records_that_cannot_be_shown_cost_no_other_part(tmp_path: Path) -> None:
     """What a device nobody knew gives may break a sentence; the report says so and goes on."""
-    book = notebook(tmp_path, "probes")
-    book.add("all-reduce", bytes="many")
+    book = notebook(tmp_path, "ranks")
+    book.add("by hand", ranks="many")
     notebook(tmp_path, "tests").add("test", name="x", outcome="failure", why="so", seconds=1.0)
 
     text = report.whole_text(tmp_path)
 
     assert "- These records cannot be shown (" in text
     assert "- 1 tests: 0 passed, 1 failed, 0 skipped.\n- x: so" in text
-
-
-def test_at_least_thirty_ranks_of_jobs_of_8_to_1024_are_measured() -> None:
-    """Dense, GQA and MoE; tensor-parallel with a split sequence; ends and middle of pipelines; every saver."""
-    found = list(memory.cases())
-    layouts = [case.layout for case in found]
-
-    assert len(found) >= 30
-    assert (8, 1024) == (min(one.world_size for one in layouts), max(one.world_size for one in layouts))
-    assert {"1B", "7B", "8B GQA", "70B GQA", "8 experts"} == {case.model for case in found}
-    assert all(one.sequence_parallel for one in layouts if one.tp > 1)
-    assert {0, 1, 3} <= {case.pp_rank for case in found if case.layout.pp == 4}
-    assert {"none", "selective", "full"} == {one.recompute.granularity for one in layouts}
-    assert {1, 2, 4} <= {one.vpp for one in layouts}
-    assert {1, 2} == {one.cp for one in layouts}
-    for case in found:
-        for kind in ("cuda", "cpu"):
-            shapes.job_of(shapes.SHAPES[kind][case.model], case.layout, has_te=False)  # type: ignore[index]
-
-
-def test_errors_are_of_the_prediction() -> None:
-    """A tenth too little is -10 %; libraries' workspaces are not the model's; a rank that ran out does not count."""
-    rank = {
-        "kind": "rank",
-        "model": "1B",
-        "layout": "tp1",
-        "ranks": 8,
-        "stage": 0,
-        "allocated_bytes": 110 * MIB,
-        "reserved_bytes": 121 * MIB,
-        "device_bytes": 200 * MIB,
-        "outside_bytes": 50 * MIB,
-        "workspace_bytes": 12 * MIB,
-        "ran_out": False,
-    }
-    form = {"kind": "closed form", "bytes": 100 * MIB, "workspace_bytes": 10 * MIB, "device_bytes": 150 * MIB}
-    form |= {"reserve": 1.03, "context_bytes": 40 * MIB}
-    records = [
-        *({**rank, "case": case, "ran_out": case == 1} for case in range(2)),
-        *({**form, "case": case} for case in range(2)),
-        *({"kind": "abstract", "case": case, "bytes": 90 * MIB} for case in range(2)),
-    ]
-
-    said = list(memory.lines(records))
-
-    assert (
-        "| 1B | tp1 | 8 | 0 | 100.0 MiB | 90.0 MiB | -10.00% | 100.0 MiB | +0.00% | 200.0 MiB | 150.0 MiB | -25.00% |"
-    ) == said[2]
-    assert "ran out" in said[3]
-    assert any(line.startswith("Abstract execution: median error 10.00%, largest 10.00%") for line in said)
-    assert any("reserved 1.100 times what it allocated in the median" in line for line in said)
-    assert any("Outside the allocator, without communicators: 50.0 MiB" in line for line in said)
-
-
-def test_the_fit_finds_the_device_models_own_figures() -> None:
-    """Products that follow the model exactly give back its rate and its half_size."""
-    sides = [(size, size, size) for size in (1024, 4096, 8192)] + [(128, 8192, 8192), (8192, 8192, 256)]
-    records = [
-        {"m": m, "n": n, "k": k, "flops": m * n * k, "seconds": m * n * k / 7e14 * (1 + 128 * (1 / m + 1 / n + 1 / k))}
-        for m, n, k in sides
-    ]
-
-    assert pytest.approx((7e14, 128.0)) == figures.fitted(records)
-
-
-def test_layers_cover_hidden_sizes_shares_micro_batches_and_lengths() -> None:
-    """On a GPU from 1,024 to 8,192, up to tp8, and each layer's rate counts its share of the products."""
-    found = list(times.cases("cuda"))
-
-    assert {1024, 2048, 4096, 8192} == {case.shape.hidden for case in found}
-    assert {1, 2, 4, 8} == {case.tp for case in found}
-    assert {1, 2, 4} == {case.micro_batch_size for case in found}
-    assert {2048, 4096, 8192} == {case.shape.seq_length for case in found}
-    assert any(case.shape.experts for case in found)
-    assert any(case.shape.groups < case.shape.heads for case in found)
 
 
 def test_losses_are_compared_digit_by_digit() -> None:

@@ -1,4 +1,4 @@
-"""torchrun with Pipette's agent, which measures the machines before training, and takes ranks from the plan.
+"""Pipette's agent of one node, which measures the machines before training, and takes ranks from the plan.
 
 The agent overrides hooks of torch's LocalElasticAgent, and each override calls the original hook. Warm-up and training
 are two phases of ONE rendezvous round, because a second rendezvous would let spare nodes replace measured nodes.
@@ -8,29 +8,18 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import sys
 import time
-from argparse import Namespace
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import psutil
 from torch.distributed import Store, TCPStore
-from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import api as multiprocessing
-from torch.distributed.elastic.multiprocessing.api import LogsSpecs, SignalException, SubprocessContext
-from torch.distributed.elastic.rendezvous import registry
-from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.launcher import api as launcher
+from torch.distributed.elastic.multiprocessing.api import LogsSpecs, SignalException
 
-from pipette_launch.agent import rendezvous, rendezvous_handler, signals, signature, workers
-from pipette_launch.agent.controller import Controller, WorkerCommand
+from pipette_launch.agent import rendezvous, rendezvous_handler, signals, workers
 from pipette_launch.agent.membership import LEFT_OUT, Membership, Rejoin
 from pipette_launch.agent.phases import Attempt, FirstIteration, PhaseBeforeTraining
 from pipette_launch.agent.signature import Signer
@@ -42,13 +31,10 @@ from pipette_launch.defaults import NEWS_S, PEER_WAIT_S, SIGNALLED_S
 from pipette_launch.errors import ClusterError, PipetteError, UsageError
 from pipette_launch.facts.co_location import DeviceBinding, bindings
 from pipette_launch.facts.messages import Decision, Failure
+from pipette_launch.launch.commands import WorkerCommand
+from pipette_launch.launch.node_controller import NodeController
 
 logger = logging.getLogger(__name__)
-
-OWN_FILES, AGENT_FILES = 256, 4
-"""Open files of a launcher without connections, and largest number of connections from another agent."""
-MONITOR = "FT_RANK_MONITOR_IPC_SOCKET"
-"""Socket of the process by which NVIDIA's ft_launcher watches one worker."""
 
 
 class _NothingToRun(Exception):  # noqa: N818
@@ -63,7 +49,7 @@ class PipetteAgent(LocalElasticAgent):
         spec: WorkerSpec,
         logs_specs: LogsSpecs,
         *args: Any,
-        controller: Controller,
+        controller: NodeController,
         rendezvous_settings: rendezvous.RendezvousSettings,
         termination: signals.Termination,
         signer: Signer,
@@ -101,7 +87,7 @@ class PipetteAgent(LocalElasticAgent):
         """Warm-up or trial of this round; None during a training."""
         arguments = tuple(str(word) for word in spec.args)
         script = WorkerCommand(entrypoint=spec.entrypoint or sys.executable, arguments=arguments, environment={})
-        self._token = controller.begin(
+        self._token = controller.describe(
             script, num_slots=spec.local_world_size, address=self._address, interruption=SignalException
         )
         self._membership = Membership(
@@ -385,128 +371,3 @@ class PipetteAgent(LocalElasticAgent):
         if self._decision is None or self._round_store is None:
             raise ClusterError("no rendezvous has taken place yet")
         return self._decision, self._round_store
-
-
-# -- torchrun's own run, with our agent ---------------------------------------------------------------------------
-
-
-def run(
-    args: Namespace,
-    make_controller: Callable[[rendezvous.RendezvousSettings], Controller],
-    *,
-    advice: str = "",
-    secret_folder: Path | None = None,
-) -> None:
-    """Run a job as torchrun would, with Pipette's agent instead of torch's; all code around the agent is torch's own.
-
-    `advice` is the last sentence of error messages about launchers that fail to meet. `secret_folder` is the folder for
-    the user's secret; None if the user has no home folder.
-    """
-    drop_shared_monitor(os.environ, num_workers=torchrun.determine_local_world_size(args.nproc_per_node))
-    is_tcp = args.rdzv_backend in ("static", "c10d") and not rendezvous.is_file(args)
-    if is_tcp and not rendezvous.becomes_standalone(args):
-        rendezvous_handler.await_name(rendezvous.endpoint_of(args), patience_s=rendezvous.connect_seconds(args))
-    rendezvous_handler.note_unknown_address(args.local_addr)
-    conf = str(args.rdzv_conf or "")
-    settings = rendezvous.settle(args, advice=advice)
-    allow_connections(settings.most_nodes, torchrun.determine_local_world_size(args.nproc_per_node))
-    rendezvous_handler.await_store(settings)
-    signer = signature.find(secret_folder, os.environ, most_nodes=settings.most_nodes)
-    controller = make_controller(settings)
-    agent: PipetteAgent | None = None
-    termination = signals.Termination()
-
-    def make_agent(*words: Any, **more: Any) -> PipetteAgent:
-        nonlocal agent
-        agent = PipetteAgent(
-            *words,
-            **more,
-            controller=controller,
-            rendezvous_settings=settings,
-            termination=termination,
-            signer=signer,
-        )
-        return agent
-
-    with (
-        signals.ended(lambda: _running(agent) if agent else set()),
-        signals.passed_on(lambda: bool(agent and agent.is_training), lambda: _workers(agent) if agent else None),
-        _in_place_of(multiprocessing, "_terminate_process_handler", termination.handle),
-        _in_place_of(launcher, "LocalElasticAgent", make_agent),
-        _in_place_of(registry, "get_rendezvous_handler", _explaining(registry.get_rendezvous_handler, settings, conf)),
-    ):
-        try:
-            torchrun.run(args)  # type: ignore[no-untyped-call]
-        finally:
-            signer.end()
-
-
-def allow_connections(num_nodes: int, num_workers: int) -> None:
-    """Raise the limit of open files: one agent may hold the connections of all agents and of all workers."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = OWN_FILES + num_nodes * (AGENT_FILES + num_workers)
-    most = needed if hard == resource.RLIM_INFINITY else hard
-    if needed > most:
-        rendezvous_handler.say(
-            f"{num_nodes} nodes may need {needed} open files, but the limit is {most}; raise it with ulimit -Hn"
-        )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, most), hard))
-
-
-def drop_shared_monitor(environ: MutableMapping[str, str], *, num_workers: int) -> None:
-    """Remove ft_launcher's rank monitor from the environment if a node has several workers.
-
-    The monitor serves one worker at a time. The other workers would wait three minutes for the monitor before failing.
-    """
-    if num_workers > 1 and environ.pop(MONITOR, None) is not None:
-        sys.stderr.write(
-            f"pipette-launch: {MONITOR} is not passed on to the workers: ft_launcher gave this launcher a rank "
-            f"monitor, which cannot watch {num_workers} workers\n"
-        )
-
-
-def _running(agent: PipetteAgent) -> set[int]:
-    """Return the process ids of the workers that have not ended; empty if workers run a function."""
-    context = agent._pcontext  # noqa: SLF001
-    is_started = isinstance(context, SubprocessContext)
-    return {one.pid for one in workers.processes(context).values() if one.returncode is None} if is_started else set()
-
-
-def _workers(agent: PipetteAgent) -> set[int] | None:
-    """Return the process ids of the workers that run; None before the first start of workers."""
-    context = agent._pcontext  # noqa: SLF001
-    if context is None:
-        return None
-    # The id of an ended worker may belong to another process by now.
-    return set(context.pids().values()) & {child.pid for child in psutil.Process().children()}
-
-
-def _explaining(make: Callable[[Any], Any], settings: rendezvous.RendezvousSettings, conf: str) -> Callable[[Any], Any]:
-    """Wrap torch's function that opens a rendezvous, so that torch's errors become sentences for the user."""
-
-    def made(parameters: Any) -> Any:
-        try:
-            return make(parameters)
-        except RendezvousError as error:
-            raise ClusterError(rendezvous_handler.explained(error, settings)) from error
-        except (ValueError, ImportError) as error:
-            words = f"--rdzv-backend {parameters.backend}"
-            if "not registered" in str(error):
-                words = f"{words}: torch has no such rendezvous; give c10d (the script itself chooses nccl or gloo)"
-            else:
-                words = f"{words} --rdzv-conf {conf}: {error}" if conf else f"{words}: {error}"
-            raise UsageError(words) from error
-
-    return made
-
-
-@contextmanager
-def _in_place_of(module: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
-    """Replace a name in a torch module while the block runs."""
-    stock = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, stock)

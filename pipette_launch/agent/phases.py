@@ -16,17 +16,17 @@ from subprocess import Popen
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs
 
 from pipette_launch.agent import workers
-from pipette_launch.agent.controller import Controller
 from pipette_launch.agent.store import RoundOver, RoundStore
 from pipette_launch.agent.streams import Streams
 from pipette_launch.facts.co_location import DeviceBinding
 from pipette_launch.facts.messages import AttemptEnd, Decision, Failure
+from pipette_launch.launch.node_controller import NodeController
 
 
 class PhaseBeforeTraining(ABC):
     """A warm-up or a trial, as one agent runs it on its node."""
 
-    def __init__(self, controller: Controller, round_store: RoundStore, decision: Decision, token: str) -> None:
+    def __init__(self, controller: NodeController, round_store: RoundStore, decision: Decision, token: str) -> None:
         """Begin the phase; `token` names this agent."""
         self._controller = controller
         self._round_store = round_store

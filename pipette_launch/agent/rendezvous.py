@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import psutil
 from torch.distributed.elastic.rendezvous.utils import (
     _matches_machine_hostname,
     _parse_rendezvous_config,
@@ -18,6 +16,7 @@ from torch.distributed.run import parse_min_max_nnodes
 
 from pipette_launch.errors import UsageError
 from pipette_launch.facts.messages import Member
+from pipette_launch.launch import addresses
 
 TRUE_WORDS = ("1", "true", "t", "yes", "y")
 FALSE_WORDS = ("0", "false", "f", "no", "n")
@@ -179,20 +178,8 @@ class RendezvousSettings:
         return Member(token="rendezvous", address=host, port=port, node_rank=-1)  # noqa: S106  a name, no secret
 
     def own_address(self) -> str:
-        """Return the address of this node's interface towards the endpoint, by which other nodes reach this node."""
-        host, port = self.host_and_port
-        if _is_loopback(host):
-            return "127.0.0.1"
-        try:
-            family, _, _, _, target = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                # Connecting a datagram socket sends nothing; the kernel only looks up the route.
-                probe.connect(target)
-                address = str(probe.getsockname()[0])
-        except (OSError, UnicodeError):
-            return socket.getfqdn()
-        # A host may resolve its own name to 127.0.1.1, which no other node can use.
-        return socket.getfqdn() if _is_loopback(address) else address
+        """Return the address by which other nodes reach this node."""
+        return addresses.own_address(*self.host_and_port)
 
 
 def settle(args: Namespace, *, advice: str = "") -> RendezvousSettings:
@@ -213,14 +200,14 @@ def settle(args: Namespace, *, advice: str = "") -> RendezvousSettings:
         torchs_guess: bool | None = _matches_machine_hostname(at.host)
     except (OSError, UnicodeError):  # The name of this machine has no address.
         torchs_guess = None
-    here = torchs_guess or _is_here(at.host)
+    here = torchs_guess or addresses.is_here(at.host)
     is_tcp = args.rdzv_backend == "c10d" and not args.standalone and not is_file(args)
     if is_tcp and torchs_guess != here:
         # Set is_host only if torch would guess wrongly, because torch retries as a client after a right guess. The port
         # is in use if another agent of this machine was faster.
-        _set(args, is_host=str(here and _can_bind(at.port)).lower())
+        _set(args, is_host=str(here and addresses.can_bind(at.port)).lower())
     given = conf_of(args).get("is_host")
-    is_host = here and _can_bind(at.port) if given is None else given.lower() in TRUE_WORDS
+    is_host = here and addresses.can_bind(at.port) if given is None else given.lower() in TRUE_WORDS
     if is_file(args):
         endpoint = f"{socket.gethostname()}:0"  # A store in a file counts as a store of this host.
     else:
@@ -249,44 +236,3 @@ def _set(args: Namespace, **settings: object) -> None:
     """Add settings to --rdzv-conf, but keep the user's settings."""
     given = conf_of(args)
     args.rdzv_conf = ",".join(f"{name}={value}" for name, value in {**given, **settings, **given}.items())
-
-
-def _can_bind(port: int) -> bool:
-    """True if torch can open its store, which listens on all addresses of this machine."""
-    is_dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if is_dual else socket.AF_INET
-    try:
-        with socket.create_server(("", port), family=family, dualstack_ipv6=is_dual):
-            return True
-    except OSError:
-        return False
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
-    except ValueError:
-        return host == "localhost"
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-
-
-def loopback_of(host: str) -> str:
-    """Return the loopback address that a host name or an address means on this machine; empty for other hosts."""
-    if _is_loopback(host):
-        return host
-    try:
-        found = [str(info[4][0]) for info in socket.getaddrinfo(host, None)]
-    except (OSError, UnicodeError):
-        return ""
-    return found[0] if found and all(map(_is_loopback, found)) else ""
-
-
-def _is_here(host: str) -> bool:
-    """Return True if a host name or address belongs to this machine; torch compares only the host name."""
-    if _is_loopback(host) or host in (socket.gethostname(), socket.getfqdn()):
-        return True
-    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
-    try:
-        return any(info[4][0] in own for info in socket.getaddrinfo(host, None))
-    except (OSError, UnicodeError):
-        return False

@@ -25,11 +25,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from pipette_launch.agent import nodes_list
 from pipette_launch.agent.peers import answers
-from pipette_launch.agent.rendezvous import ADDRESS, Endpoint, RendezvousSettings, loopback_of
+from pipette_launch.agent.rendezvous import ADDRESS, Endpoint, RendezvousSettings
 from pipette_launch.agent.store import StoreGone, call_torch, growing_pauses, within
 from pipette_launch.defaults import ANSWER_S, CONNECT_S, HOST_GONE_S, HOST_SILENCE_S, NAME_S, PLACES_S, STORE_ANSWER_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts.messages import Member
+from pipette_launch.launch.addresses import loopback_of
 from pipette_launch.text import listed, printable
 
 SAY_AFTER_S = 10.0

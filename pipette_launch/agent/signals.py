@@ -19,7 +19,7 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from pipette_launch.defaults import SCONTROL_S
+from pipette_launch.launch.outer_launcher import scontrol
 
 STORE_THREAD = "pipette-store"
 """Prefix of the names of threads that call torch's stores. A call of a store may wait for a host that never answers."""
@@ -46,12 +46,6 @@ def end_at_once() -> None:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-def scontrol(*words: str) -> str:
-    """Return the output of `scontrol`; raises OSError or subprocess.SubprocessError if scontrol is missing or fails."""
-    command = ["scontrol", *words]  # clusters install it in different folders
-    return subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_S, check=True).stdout
 
 
 LOOK_S = 1.0

@@ -21,7 +21,6 @@ from torch.distributed.elastic.multiprocessing.api import LogsSpecs
 
 from pipette_launch import megatron
 from pipette_launch.agent import workers
-from pipette_launch.agent.controller import Controller
 from pipette_launch.agent.phases import PhaseBeforeTraining
 from pipette_launch.agent.store import RoundOver, RoundStore, reports
 from pipette_launch.agent.streams import QuietLogs, Streams, WatchedLogs
@@ -30,6 +29,7 @@ from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 from pipette_launch.facts.co_location import DeviceBinding
 from pipette_launch.facts.messages import Decision, Failure, TrialReport
+from pipette_launch.launch.node_controller import NodeController
 
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 HUNG_STEPS = 20
@@ -47,7 +47,7 @@ def patience_s(decision: Decision) -> tuple[float, float]:
 class TrialRun(PhaseBeforeTraining):
     """A trial, as one agent runs it on its node."""
 
-    def __init__(self, controller: Controller, round_store: RoundStore, decision: Decision, token: str) -> None:
+    def __init__(self, controller: NodeController, round_store: RoundStore, decision: Decision, token: str) -> None:
         super().__init__(controller, round_store, decision, token)
         self._streams: Streams | None = None
         self._heard_s = self._began_s

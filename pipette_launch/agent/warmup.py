@@ -24,7 +24,6 @@ import psutil
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, Std
 
 from pipette_launch.agent import workers
-from pipette_launch.agent.controller import Controller
 from pipette_launch.agent.phases import PhaseBeforeTraining
 from pipette_launch.agent.store import RoundOver, RoundStore, reports
 from pipette_launch.defaults import ALARM_REPORT_S, PEER_WAIT_S, VERDICT_S
@@ -32,6 +31,7 @@ from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 from pipette_launch.facts.co_location import DeviceBinding
 from pipette_launch.facts.messages import Decision, exit_words
+from pipette_launch.launch.node_controller import NodeController
 from pipette_launch.text import counted, listed
 
 logger = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ class _Pulse(NamedTuple):
 class Warmup(PhaseBeforeTraining):
     """The warm-up, as one agent runs it on its node."""
 
-    def __init__(self, controller: Controller, round_store: RoundStore, decision: Decision, token: str) -> None:
+    def __init__(self, controller: NodeController, round_store: RoundStore, decision: Decision, token: str) -> None:
         super().__init__(controller, round_store, decision, token)
         self._sampled_s = self._began_s
         self._pulses: dict[int, _Pulse] = defaultdict(lambda: _Pulse(0.0, 0.0, time.monotonic()))

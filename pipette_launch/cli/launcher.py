@@ -159,8 +159,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _launch(words: Sequence[str], siblings: Siblings) -> None:
     with _without_collections():
+        from pipette_launch.agent.job import launch
         from pipette_launch.launch import outer_launcher
-        from pipette_launch.launch.node_controller import launch
 
         # torch's parser reads these variables.
         outer_launcher.drop_outer_flags(os.environ)

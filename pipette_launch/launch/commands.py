@@ -6,12 +6,11 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pipette_launch import defaults, megatron
-from pipette_launch.agent.controller import WorkerCommand
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import ComputeCase, Host, Job, files, schedule
 from pipette_launch.facts.co_location import Domains
@@ -31,6 +30,16 @@ WANDB_NOTES = "WANDB_NOTES"
 NOTES_HEAD = "pipette-launch: "
 SCHEDULES = "schedules"
 """Name of the patch that runs pipeline schedules which Megatron lacks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerCommand:
+    """The command that runs on every slot (device) of this node."""
+
+    entrypoint: str | Callable[..., Any]
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    """Environment variables that the workers get besides the agent's own variables."""
 
 
 # -- the warm-up --------------------------------------------------------------------------------------------------

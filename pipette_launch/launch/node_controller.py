@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import sys
 import tempfile
 import time
 import uuid
-from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,15 +16,13 @@ from queue import SimpleQueue
 from threading import Event, Thread
 
 from pipette_launch import megatron
-from pipette_launch.agent import elastic
-from pipette_launch.agent.controller import Controller, WorkerCommand
-from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.defaults import FILES_S, START_S
 from pipette_launch.facts import Choice, files
 from pipette_launch.facts.messages import AttemptEnd, Decision, Failure, NodeRecord, TrialReport
 from pipette_launch.facts.outcome import Outcome, PeakReading
 from pipette_launch.launch import commands
-from pipette_launch.launch.cache import CLUSTER, OUTCOME, Cache, default_root
+from pipette_launch.launch.cache import CLUSTER, OUTCOME, Cache
+from pipette_launch.launch.commands import WorkerCommand
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.hosts import described
 from pipette_launch.launch.metrics import MetricsFile, Spans
@@ -36,33 +32,10 @@ from pipette_launch.launch.terminal import HEAD, Terminal, parts_words
 from pipette_launch.launch.training import OutcomeTracker, Recovery, Slowdown, device_peaks, has_trained
 from pipette_launch.launch.trials import trial_progress
 from pipette_launch.probe.health import inventory
-from pipette_launch.probe.messages import LinksOrder, WarmupOrder, wait_s
+from pipette_launch.probe.messages import LinksOrder, Sign, WarmupOrder, last_error, last_sign, wait_s
 from pipette_launch.report.plan import outcome_line
 
 logger = logging.getLogger(__name__)
-
-
-def launch(args: Namespace, options: Options, *, advice: str = "") -> None:
-    """Run a job; return if the job succeeded, else raise as torchrun does. `advice` ends errors about missing nodes."""
-    folder = PrivateFolder()
-    metrics = MetricsFile(options.metrics_file, script=options.script, keeps=not options.only_looks)
-    spans = Spans(os.environ)
-    has_failed = True
-    writer = FileWriter()
-    metrics.begin()
-    try:
-        elastic.run(
-            args,
-            lambda settings: NodeController(options, settings, folder, metrics=metrics, spans=spans, writer=writer),
-            advice=advice,
-            secret_folder=default_root(),
-        )
-        has_failed = False
-    finally:
-        writer.submit(partial(metrics.ended, failed=has_failed))
-        writer.finish()
-        spans.end()
-        folder.remove()
 
 
 class PrivateFolder:
@@ -116,25 +89,35 @@ class FileWriter:
                 logger.exception("a file beside the plan is missing; the job goes on")
 
 
-class NodeController(Controller):
-    """The launcher's controller of one agent."""
+class NodeController:
+    """Describes one node, decides for all nodes on the deciding node, and chooses the command of this node's workers.
+
+    `decide`, `after_warmup` and `after_trial` run on the deciding node only.
+    """
+
+    warmup_deadline_s: float
+    """Seconds after which a warm-up counts as hung."""
+    slowed: str = ""
+    """Sentence about slower training steps if the slowdown is a reason to measure all machines again; else empty."""
 
     def __init__(
         self,
         options: Options,
-        rendezvous_settings: RendezvousSettings,
         folder: PrivateFolder,
         *,
+        least_nodes: int,
+        node_rank: int,
         metrics: MetricsFile,
         spans: Spans,
         writer: FileWriter,
     ) -> None:
+        """Take the job's settings: `least_nodes` is MIN of --nnodes, and `node_rank` is -1 without --node-rank."""
         self._writer = writer
         self._unwritten: list[Callable[[], None]] = []
         """Functions that write files after the next decision has reached the other nodes."""
         self._options = options
         self._metrics, self._spans = metrics, spans
-        self._rendezvous_settings = rendezvous_settings
+        self._least_nodes, self._node_rank = least_nodes, node_rank
         self._folder = folder
         self._token = uuid.uuid4().hex
         self._cache = Cache(None, "")
@@ -148,15 +131,18 @@ class NodeController(Controller):
         self._terminal = Terminal(options)
         self._leads, self._measured_from_s, self._num_iterations = False, 0.0, 0
 
-    def begin(self, script: WorkerCommand, *, num_slots: int, address: str, interruption: type[Exception]) -> str:
-        """Describe this node; return the token that identifies this node's agent."""
+    def describe(self, script: WorkerCommand, *, num_slots: int, address: str, interruption: type[Exception]) -> str:
+        """Describe this node, which would run `script` under torchrun; return the token that names its agent.
+
+        A signal to the launcher raises `interruption`, which must reach torch, and does not count as a failure.
+        """
         self._script, self._interruption = script, interruption
         self._coordinator = Coordinator(
             self._options,
             lambda: self.measured_path,
             interruption=interruption,
-            least_nodes=self._rendezvous_settings.least_nodes,
-            is_static=self._rendezvous_settings.node_rank >= 0,
+            least_nodes=self._least_nodes,
+            is_static=self._node_rank >= 0,
             later=self._unwritten.append,
         )
         bare = NodeRecord(
@@ -164,7 +150,7 @@ class NodeController(Controller):
             host=None,
             trouble="",
             num_slots=num_slots,
-            node_rank=self._rendezvous_settings.node_rank,
+            node_rank=self._node_rank,
             script_digest=files.digest(self._options.script, self._options.script_arguments),
             versions={},
             attempt=-1,
@@ -359,6 +345,10 @@ class NodeController(Controller):
             sign = self.warmup_sign(0)[0]
             self._terminal.warmup_goes_on(sign)
             self._metrics.warming_up(sign)
+
+    def warmup_sign(self, local_rank: int) -> tuple[Sign | None, str]:
+        """Return the last progress message of a local warm-up worker, and the error that this worker reported."""
+        return last_sign(self.progress_folder, local_rank), last_error(self.progress_folder, local_rank)
 
     def workers_are_gone(self) -> None:
         """Clear the progress line, and wait until the workers have released the memory that training needs."""

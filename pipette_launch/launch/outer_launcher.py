@@ -23,11 +23,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from dataclasses import dataclass, field
 from itertools import product
 
-from pipette_launch.agent.rendezvous import RendezvousSettings
-from pipette_launch.agent.rendezvous_handler import holder
-from pipette_launch.agent.signals import scontrol
-from pipette_launch.defaults import LATE_S, MEET_S
+from pipette_launch.defaults import LATE_S, MEET_S, SCONTROL_S
 from pipette_launch.errors import ClusterError, UsageError
+from pipette_launch.launch.addresses import own_address
 
 PORTS_FROM, NUM_PORTS = 20000, 10000
 MASTER_PORT = 29500
@@ -58,6 +56,14 @@ RENDEZVOUS = (
 POLL_S = 0.2
 CREDENTIALS = struct.Struct("3i")
 """Format of a socket peer's process, user and group, as the kernel reports these ids."""
+
+
+def scontrol(*words: str) -> str:
+    """Return the output of `scontrol`; raises OSError or subprocess.SubprocessError if scontrol is missing or fails."""
+    command = ["scontrol", *words]  # clusters install it in different folders
+    return subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_S, check=True).stdout
+
+
 NOT_OUR_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -349,8 +355,8 @@ def take_flags(
     if "rdzv_endpoint" in flags:
         if task.speaks and isinstance(task, SlurmStep):
             _check_port(task)
-        meets = RendezvousSettings(endpoint=flags["rdzv_endpoint"], node_rank=-1, may_host_store=False)
-        address = meets.own_address()
+        host, _, port = flags["rdzv_endpoint"].rpartition(":")
+        address = own_address(host.strip("[]"), int(port))
         # A host name or a loopback address means that the address towards the endpoint is unknown.
         if address != socket.getfqdn() and not address.startswith("127."):
             flags["local_addr"] = address
@@ -369,9 +375,9 @@ def _check_port(step: SlurmStep) -> None:
             pass
     except OSError as error:
         raise ClusterError(
-            f"port {step.port} of {step.node}, which follows from SLURM's job id, is held by {holder(step.port)[0]}; "
-            f"give another: --nnodes {len(step.hosts)} --rdzv-backend c10d --rdzv-endpoint {step.hosts[0]}:PORT "
-            f"--rdzv-id {step.job}"
+            f"port {step.port} of {step.node}, which follows from SLURM's job id, is in use; ss -ltnp names the "
+            f"process; give another: --nnodes {len(step.hosts)} --rdzv-backend c10d "
+            f"--rdzv-endpoint {step.hosts[0]}:PORT --rdzv-id {step.job}"
         ) from error
 
 

@@ -19,15 +19,16 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import api as multiprocessing
 from torch.distributed.run import get_args_parser
 
-from pipette_launch.agent import elastic, trial
-from pipette_launch.agent.controller import Controller, WorkerCommand
+from pipette_launch.agent import job, trial
 from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.agent.rendezvous_handler import AgentStoreHandler
 from pipette_launch.agent.signals import end_at_once
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
 from pipette_launch.facts.messages import Decision, NodeRecord, TrialReport
+from pipette_launch.launch.commands import WorkerCommand
 from pipette_launch.launch.hosts import unique_names
 from pipette_launch.planning import replan
+from pipette_launch.probe.messages import Sign, last_error, last_sign
 
 
 class SignalledWhileDeleted:
@@ -37,7 +38,7 @@ class SignalledWhileDeleted:
         signal.raise_signal(signal.SIGTERM)
 
 
-class ScriptedController(Controller):
+class ScriptedController:
     """Decides by a small table: warm-up command, placements to try, what counts as an iteration."""
 
     def __init__(self, table: dict[str, Any], settings: RendezvousSettings, max_restarts: int) -> None:
@@ -59,7 +60,7 @@ class ScriptedController(Controller):
     def measured_path(self) -> Path:
         return self.folder / f"measured-{self.host}"
 
-    def begin(self, script: WorkerCommand, *, num_slots: int, **_: Any) -> str:
+    def describe(self, script: WorkerCommand, *, num_slots: int, **_: Any) -> str:
         self.entrypoint, self.arguments, self.num_slots = script.entrypoint, script.arguments, num_slots
         self.token = uuid.uuid4().hex
         return self.token
@@ -165,6 +166,15 @@ class ScriptedController(Controller):
             SignalledWhileDeleted()
         return ""
 
+    def warmup_goes_on(self, **_: Any) -> None:
+        pass
+
+    def workers_are_gone(self) -> None:
+        pass
+
+    def warmup_sign(self, local_rank: int) -> tuple[Sign | None, str]:
+        return last_sign(self.progress_folder, local_rank), last_error(self.progress_folder, local_rank)
+
     def show(self, decision: Decision, *, speaks: bool) -> None:
         if speaks:
             (self.folder / f"leads-{self.host}").touch()
@@ -227,7 +237,7 @@ def main() -> None:
     try:
         # The folder of the test stands for the home folder that all nodes have in common.
         folder = Path(os.environ["OUT"])
-        elastic.run(args, lambda settings: ScriptedController(table, settings, args.max_restarts), secret_folder=folder)
+        job.run(args, lambda settings: ScriptedController(table, settings, args.max_restarts), secret_folder=folder)
     finally:
         end_at_once()
 

@@ -19,7 +19,7 @@ import pytest
 import warm
 
 from benchmarks.netlab import compare
-from pipette_launch.agent import elastic
+from pipette_launch.agent import job
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -403,10 +403,10 @@ def test_a_large_job_may_open_more_files(
 ) -> None:
     """The soft limit rises to the need of 1,024 nodes, at most to the hard limit, which a line then names."""
     now = [limits]
-    monkeypatch.setattr(elastic.resource, "getrlimit", lambda _: now[-1])
-    monkeypatch.setattr(elastic.resource, "setrlimit", lambda _, wanted: now.append(wanted))
+    monkeypatch.setattr(job.resource, "getrlimit", lambda _: now[-1])
+    monkeypatch.setattr(job.resource, "setrlimit", lambda _, wanted: now.append(wanted))
 
-    elastic.allow_connections(1024, 8)
+    job.allow_connections(1024, 8)
 
     assert (expected, limits[1]) == now[-1]
     assert ("may need 12544 open files" in capsys.readouterr().err) == (limits[1] < 12544)

@@ -11,12 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launch.worlds import plan
 
-from pipette_launch.agent.controller import WorkerCommand
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import ComputeCase, Layout, files
 from pipette_launch.facts.messages import Decision
 from pipette_launch.facts.schedule import ScheduleFile, interleaved_zero_bubble
-from pipette_launch.launch.commands import SIZE_LIMITS_BYTES, message_sizes_bytes, probe_options, training
+from pipette_launch.launch.commands import (
+    SIZE_LIMITS_BYTES,
+    WorkerCommand,
+    message_sizes_bytes,
+    probe_options,
+    training,
+)
 from pipette_launch.launch.options import Options
 
 

@@ -14,17 +14,16 @@ import pytest
 from gpu_rules.nvml import FakeNvml, install
 from launch.worlds import options, plan, records
 
-from pipette_launch.agent import elastic
-from pipette_launch.agent.controller import WorkerCommand
+from pipette_launch.agent import job
 from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.facts import Layout, Plan, files
 from pipette_launch.facts.messages import Decision
 from pipette_launch.facts.outcome import LiveJob, Outcome
 from pipette_launch.launch import terminal
-from pipette_launch.launch.commands import links_options
+from pipette_launch.launch.commands import WorkerCommand, links_options
 from pipette_launch.launch.hosts import described
 from pipette_launch.launch.metrics import MetricsFile, Spans
-from pipette_launch.launch.node_controller import FileWriter, NodeController, PrivateFolder, launch
+from pipette_launch.launch.node_controller import FileWriter, NodeController, PrivateFolder
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.messages import LinksOrder
 from pipette_launch.report.page.page import plan_page
@@ -43,13 +42,14 @@ def begun(folder: Path, **changes: Any) -> NodeController:
     asked = options("--save", str(folder / "ckpt"), device="cpu", cache=folder / "cache", **changes)
     made = NodeController(
         asked,
-        RendezvousSettings(endpoint="localhost:0", node_rank=-1, may_host_store=True),
         PrivateFolder(),
+        least_nodes=1,
+        node_rank=-1,
         metrics=MetricsFile(asked.metrics_file),
         spans=Spans({}),
         writer=WRITER,
     )
-    made.begin(SCRIPT, num_slots=2, address="127.0.0.1", interruption=KeyError)
+    made.describe(SCRIPT, num_slots=2, address="127.0.0.1", interruption=KeyError)
     return made
 
 
@@ -227,9 +227,9 @@ def test_a_file_system_that_hangs_does_not_keep_the_launcher(
         controller = make(RendezvousSettings(endpoint="localhost:0", node_rank=-1, may_host_store=True))
         controller._writer.submit(goes_on.wait)
 
-    monkeypatch.setattr(elastic, "run", run)
+    monkeypatch.setattr(job, "run", run)
     monkeypatch.setattr(FileWriter.finish, "__kwdefaults__", {"within_s": 0.2})
-    launch(Namespace(), options(device="cpu", cache=tmp_path / "cache"))
+    job.launch(Namespace(), options(device="cpu", cache=tmp_path / "cache"))
     goes_on.set()
 
     words = "pipette-launch: the file system did not answer within 0.2 s, so files of this job are missing\n"

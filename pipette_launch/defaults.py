@@ -118,4 +118,3 @@ NEXT_S = Deadline(
     120.0, "the first launcher's decision after a trial", "the launcher ends", ranks_per_s=REPORTED_RANKS_PER_S
 )
 PASS_S = Deadline(120.0, "one pass of a schedule that Megatron lacks", "the worker ends with the pass's name")
-ABSTRACT_S = Deadline(300.0, "abstract execution on a CPU", "the command ends with an error")

@@ -314,7 +314,6 @@ def prediction(**changes: object) -> Prediction:
         num_microbatches=256,
         num_parameters=69_000_000_000,
         tokens_per_step=1024 * 4096,
-        method="closed",
         stages=tuple(stage_memory(rank, 60 - 5 * rank) for rank in range(4)),
         capacity_bytes=80 * GIB,
         limit_bytes=int(0.92 * 80 * GIB),

@@ -16,9 +16,8 @@ from benchmarks.validation import (
     readme,
     vtrain,
 )
-from benchmarks.validation.abstract import Abstract
 from benchmarks.validation.conditions import conditions
-from benchmarks.validation.lines import Found, Section
+from benchmarks.validation.lines import Section
 from benchmarks.validation.options import DEFAULT_FILES, GOLDEN_ARGS, GOLDEN_ROWS, Options, parse
 from benchmarks.validation.show import Report, as_json, markdown, print_report
 from pipette_launch.errors import PipetteError
@@ -38,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 left_out.record(found)
             return 0
         if options.record:
-            lines = (*ratchet.fast_lines(), *ratchet.abstract_lines(options.cache))
-            print(f"recorded {ratchet.write(ratchet.RECORD, lines, conditions(options.date))} lines: {ratchet.RECORD}")
+            recorded = ratchet.write(ratchet.RECORD, ratchet.lines(), conditions(options.date))
+            print(f"recorded {recorded} lines: {ratchet.RECORD}")
             return 0
         report = run(options)
         if options.json:
@@ -63,25 +62,14 @@ def golden_section(options: Options) -> Section:
     """Memory of Megatron-LM's golden values."""
     files = golden.Files(rows=options.files["golden"], args=options.args)
     data = golden.read(files, golden.Files(rows=GOLDEN_ROWS, args=GOLDEN_ARGS))
-    found = Found()
-    if "closed" in options.methods:
-        found += golden.run(data, "closed form", golden.closed_form)
-    if "abstract" in options.methods:
-        with Abstract(options.cache) as executed:
-            found += golden.run(data, "abstract execution", executed.last_stage, sample=options.sample)
+    found = golden.run(data, "closed form", golden.closed_form)
     return golden.section(data, files.rows.name, found)
 
 
 def logs_section(options: Options) -> Section:
     """Memory of every stage in public logs."""
-    path = options.files["logs"]
-    with Abstract(options.cache) as executed:
-        methods: dict[str, logs.StageMemory] = {}
-        if "closed" in options.methods:
-            methods["closed form"] = logs.closed_form
-        if "abstract" in options.methods:
-            methods["abstract execution"] = logs.by_execution(executed)
-        return logs.section(path, methods, latency.pipette)
+    methods = {"closed form": logs.closed_form}
+    return logs.section(options.files["logs"], methods, latency.pipette)
 
 
 def korthikanti_section(options: Options) -> Section:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,18 +98,9 @@ def read(files: Files, development: Files) -> Golden:
     )
 
 
-def run(golden: Golden, method: str, estimator: Estimator, *, sample: int | None = None) -> Found:
-    """Score one of our methods. Returns lines, jobs that it rejected, and each prediction in words.
-
-    Args:
-        golden: the data.
-        method: its name in the table.
-        estimator: predicts one job.
-        sample: score only this many layouts, drawn by a digest of their flags.
-
-    """
-    given = golden.given if sample is None else _sampled(golden.given, sample)
-    scored, refused = _estimate(given, estimator)
+def run(golden: Golden, method: str, estimator: Estimator) -> Found:
+    """Score one of our methods. Returns lines, jobs that it rejected, and each prediction in words."""
+    scored, refused = _estimate(golden.given, estimator)
     scored = [_with_first_step(item) for item in scored]
     fitted_on = scored if golden.fit is golden.given else _estimate(golden.fit, estimator)[0]
     # Few tests of one hybrid model would move the constants of all others.
@@ -172,16 +162,6 @@ def _attempt(item: ReadLayout, estimator: Estimator) -> Estimate | str:
         return estimator(item.job)
     except PipetteError as error:
         return short_reason(error)
-
-
-def _sampled(layouts: tuple[tuple[ReadLayout, int], ...], sample: int) -> tuple[tuple[ReadLayout, int], ...]:
-    def place(item: tuple[ReadLayout, int]) -> str:
-        row = item[0].layout.newest
-        return hashlib.sha256(f"{row.gpu} {row.configuration.layout_words}".encode()).hexdigest()
-
-    # Abstract execution, for which samples are drawn, builds no hybrid models.
-    able = (item for item in layouts if item[0].job is not None and not is_hybrid(item[0].job))
-    return tuple(sorted(able, key=place)[:sample])
 
 
 def _row_name(item: ReadLayout) -> str:

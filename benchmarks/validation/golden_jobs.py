@@ -111,7 +111,7 @@ def _read_old(words: Sequence[str], row: GoldenRow, version: str) -> Job:
 
 def short_reason(error: Exception) -> str:
     """The part of a message that says why, without the values of this one row."""
-    message = re.sub(r"^abstract execution of [^:]*: ", "", str(error))
+    message = str(error)
     parts = message.split(": ")
     reason = parts[-1] if message.startswith("--") and len(parts) > 1 else message
     return reason.split(";")[0][:160]

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.validation.abstract import Abstract
 from benchmarks.validation.latency import METHOD, Machines, StepTime, device_of, hosts_of
 from benchmarks.validation.lines import Line, Section, step_time_line
 from benchmarks.validation.scores import errors
@@ -220,17 +219,6 @@ def closed_form(stage: Stage) -> tuple[float, float]:
     parts = peak_memory_bytes(stage.job, stage.job.own)[stage.row["stage"]]
     peak = first_iteration_peak(parts, stage.job) if stage.row["when"] == "iter1" else parts.total
     return peak, parts.static
-
-
-def by_execution(executed: Abstract) -> StageMemory:
-    """Return the same by executing megatron-core abstractly."""
-
-    def memory(stage: Stage) -> tuple[float, float]:
-        found = executed.stage(stage.job, stage.row["stage"])
-        peak = found.first_peak if stage.row["when"] == "iter1" else found.peak
-        return peak, found.allocated_after_step
-
-    return memory
 
 
 def first_iteration_peak(parts: MemoryParts, job: Job) -> int:

@@ -25,16 +25,12 @@ DEFAULT_FILES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Data sets to score, and methods."""
+    """Data sets to score, and what to print."""
 
     files: dict[str, Path]
     """File of each data set that is scored."""
     args: Path
     """Flags of the golden file."""
-    methods: tuple[str, ...]
-    cache: Path | None
-    sample: int | None
-    """Layouts that abstract execution runs; None = all."""
     fraction: float
     """Share of vTrain's rows that may be fitted on."""
     seed: int
@@ -58,15 +54,10 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         raise UsageError("--record takes the figures of all the development data; remove the flags that choose data")
     if given.only and (left_out := sorted(set(named) - set(given.only))):
         raise UsageError(f"--only {' '.join(given.only)} leaves out the file of --{left_out[0]}; remove one of them")
-    if given.sample is not None and given.sample < 1:
-        raise UsageError(f"--sample {given.sample}: must be at least 1")
     names = given.only or tuple(named) or DATA_SETS
     return Options(
         files={name: named.get(name, DEFAULT_FILES[name]) for name in DATA_SETS if name in names},
         args=given.args or GOLDEN_ARGS,
-        methods=("closed", "abstract") if given.method == "both" else (given.method,),
-        cache=given.cache,
-        sample=given.sample,
         fraction=given.vtrain_fraction,
         seed=given.seed,
         date=given.date,
@@ -93,10 +84,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--readme", type=Path, metavar="CSV", help="weak scaling of Megatron-LM's README")
     add("--nvidia", type=Path, metavar="CSV", help="throughput of NVIDIA's tuned recipes")
     add("--only", nargs="+", choices=DATA_SETS, help="score these data sets only")
-    add("--method", choices=("closed", "abstract", "both"), default="closed", help="memory: closed form (default) or "
-        "abstract execution")  # fmt: skip
-    add("--cache", type=Path, metavar="DIR", help="keeps the answers of abstract execution")
-    add("--sample", type=int, metavar="N", help="abstract execution runs N layouts, drawn by a digest")
     add("--vtrain-fraction", type=float, default=0.1, metavar="F", help="share of vTrain's rows to fit on (0.1)")
     add("--seed", type=int, default=0, help="which rows of vTrain are fitted on (0)")
     add("--date", help="date of the report; the default is now")

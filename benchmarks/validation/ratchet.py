@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.validation import golden, korthikanti, latency, logs, nvidia, readme, vtrain
-from benchmarks.validation.abstract import Abstract
 from benchmarks.validation.lines import Line
 from benchmarks.validation.options import DEFAULT_FILES, FOLDER, GOLDEN_ARGS, GOLDEN_ROWS
 from benchmarks.validation.tables import DataError
 from pipette_launch.facts.known_devices import device_named
 
 RECORD = FOLDER / "results" / "validation.json"
-ABSTRACT_SAMPLE = 8
 VTRAIN_EVERY = 10
 """Every n-th row of vTrain is fitted and scored, as a fit to all rows takes a minute."""
 LOWER_IS_BETTER = ("mean", "median", "largest", "regret", "measured but", "no result but")
@@ -30,8 +27,8 @@ RELATIVE, ABSOLUTE = 0.01, 1e-4
 """A figure may get worse by this share and this much, so that no rounding or library version fails a build."""
 
 
-def fast_lines() -> tuple[Line, ...]:
-    """Everything that the closed form and the latency model give in seconds."""
+def lines() -> tuple[Line, ...]:
+    """Errors of the memory formula and of the latency model."""
     files = golden.Files(rows=GOLDEN_ROWS, args=GOLDEN_ARGS)
     found = golden.run(golden.read(files, files), "closed form", golden.closed_form)
     a100 = device_named(vtrain.DEVICE)
@@ -43,16 +40,6 @@ def fast_lines() -> tuple[Line, ...]:
         vtrain.section(DEFAULT_FILES["vtrain"], a100, fraction=0.1, seed=0, every=VTRAIN_EVERY),
     )
     return (*found.lines, *(line for section in sections for line in section.lines))
-
-
-def abstract_lines(cache: Path | None) -> tuple[Line, ...]:
-    """A few golden layouts by abstract execution, always the same ones as long as the data are the same."""
-    files = golden.Files(rows=GOLDEN_ROWS, args=GOLDEN_ARGS)
-    with Abstract(cache) as executed:
-        found = golden.run(golden.read(files, files), "abstract execution", executed.last_stage, sample=ABSTRACT_SAMPLE)
-    # Smaller groups, and constants fitted to them, say nothing.
-    kept = [line for line in found.lines if line.group == "all" and "fitted" not in line.method]
-    return tuple(replace(line, data=f"{line.data}, sample of {ABSTRACT_SAMPLE}") for line in kept)
 
 
 def figures_of(line: Line) -> dict[str, float]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipette_launch.errors import PipetteError
-from pipette_patches import play
+from pipette_patches import play, without_transformer_engine
 from pipette_patches.play import Play, PlayError, Step, Stop
 from pipette_patches.replacements import Replacements, in_module, wrapping
 from pipette_patches.run import Program, read
@@ -48,10 +48,8 @@ def configuration(program: Program, *, world_size: int) -> str:
         raise PlayError(f"the script trains without {PRETRAIN}")
 
     if find_spec("transformer_engine") is None:
-        # Bridge imports Transformer Engine, which needs a GPU. No configuration depends on it.
-        from pipette_patches.abstract import transformer_engine
-
-        transformer_engine.install()
+        # Bridge imports Transformer Engine. No configuration depends on it.
+        without_transformer_engine.install()
     script = partial(play.run_script, program, **{STARTED: str(os.getpid())})
     door = Replacements(in_module(PRETRAIN, {"pretrain": take}))
     with door, play.played(script, rank=0, world_size=world_size, on_step=refuse):

@@ -1,8 +1,7 @@
 """Megatron's configuration objects for a job, as Megatron's training script makes them from the flags.
 
-The functions are used if a rank runs without the job's script: in abstract execution, and if the script fails. The
-functions follow Megatron-LM core_v0.16.1: training/arguments.py (core_transformer_config_from_args, validate_args) and
-training/training.py (get_model, train).
+The functions are used if the job's script cannot be played. They follow Megatron-LM core_v0.16.1: training/arguments.py
+(core_transformer_config_from_args, validate_args) and training/training.py (get_model, train).
 """
 
 from __future__ import annotations
@@ -15,14 +14,8 @@ from typing import Any
 
 import torch
 
-from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job, Layout, ModelSpec
 from pipette_launch.megatron.performance import given_options
-
-
-class NotModelledError(PipetteError):
-    """Error: the job uses a feature whose memory abstract execution cannot count."""
-
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _STATE_DTYPES = {**DTYPES, "fp8": torch.uint8}
@@ -49,8 +42,6 @@ _NOT_MODELLED = (
     *("--fp4", "--fp8", "--nccl-ub", "--optimizer-cpu-offload", "--tp-comm-overlap"),
 )
 """Beginnings of flags that change the memory of a rank, but are ignored with a note to the user."""
-_EXPERT_FLAGS_NOT_MODELLED = ("--moe-router-fusion", "--moe-use-legacy-grouped-gemm")
-"""Flags that change a few bytes of a rank, but are ignored with a note to the user."""
 
 
 def _given(job: Job, names: str) -> dict[str, Any]:
@@ -114,21 +105,6 @@ def _fuses_activation(job: Job) -> bool:
 def left_out(job: Job) -> str:
     """Return the flags that change a rank's memory but are not modelled, such as `--nccl-ub, --fp8 hybrid`."""
     return ", ".join(flag for flag in job.performance_flags if flag.startswith(_NOT_MODELLED))
-
-
-def differences(job: Job) -> tuple[str, ...]:
-    """Return one sentence for each difference between the abstractly executed job and the user's job."""
-    without = left_out(job)
-    found = [f"executed abstractly without {without}"] if without else []
-    if job.model.num_experts:
-        found.append("routing was taken as balanced: every expert gets as many tokens")
-        expert_flags = [flag for flag in _EXPERT_FLAGS_NOT_MODELLED if flag in job.performance_flags]
-        if expert_flags:
-            found.append(f"experts were executed without {', '.join(expert_flags)}")
-        dispatcher = job.options.moe_token_dispatcher_type
-        if dispatcher == "flex":
-            found.append("the flex dispatcher was executed as alltoall with fused permutation")
-    return tuple(found)
 
 
 def rank_config(job: Job, layout: Layout, *, chunks: tuple[int, ...], changes: Mapping[str, Any] | None = None) -> Any:

@@ -1,6 +1,6 @@
 """A program that trains one rank of a job whose model is built from the job's flags.
 
-`play` runs this program like a script, with abstract tensors or on a device. The code follows Megatron-LM core_v0.16.1:
+`play` runs this program like a script. The code follows Megatron-LM core_v0.16.1:
 training/training.py (get_model, train_step, train), gpt_builders.py and pretrain_gpt.py.
 """
 

@@ -36,7 +36,7 @@ class StageRun:
     tally_bytes: int
     """Peak bytes of all tensors, rounded up as by CUDA's allocator, without temporaries of operations; 0 on CUDA."""
     parts: dict[str, int]
-    """`tally_bytes` by label, with the labels of abstract execution."""
+    """`tally_bytes` by the label under which the meter counted them."""
     notes: tuple[str, ...]
     """One sentence for each difference from the real job."""
     times: dict[str, Any] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class _Steps:
     @contextlib.contextmanager
     def metered(self) -> Iterator[StorageMeter]:
         """Count tensors during the block. On a GPU torch's allocator counts, and includes the memory of kernels."""
-        with metered("cpu") if self.on_cpu else contextlib.nullcontext(self.meter) as self.meter, self._unmetered:
+        with metered() if self.on_cpu else contextlib.nullcontext(self.meter) as self.meter, self._unmetered:
             yield self.meter
 
     def on_step(self, play: Play, step: Step) -> Any:

@@ -1,7 +1,7 @@
 """Replacements for torch without CUDA and for megatron-core without Transformer Engine.
 
-Another device stands for every CUDA device: the CPU in the patch `cpu_backend`, torch's `meta` device in abstract
-execution. No call waits.
+Another device stands for every CUDA device: the CPU in the patch `cpu_backend`, torch's `meta` device in the tests'
+oracle. No call waits.
 """
 
 import contextlib

@@ -117,8 +117,6 @@ def _add_predict_arguments(parser: ArgumentParser) -> None:
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--rank", metavar="R", type=int, help="show only the pipeline stage of this RANK")
     shown.add_argument("--stage", metavar="S", type=int, help="show only this pipeline stage (the first is 0)")
-    text = "count memory by formula (default), or run megatron-core's own code with fake tensors"
-    parser.add_argument("--method", choices=("closed", "abstract"), default="closed", help=text)
     flags.add_reading_flags(parser)
     text = "kind of device that trains, if neither --cluster nor --gpu is given"
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=text)
@@ -129,20 +127,18 @@ def _add_predict_arguments(parser: ArgumentParser) -> None:
 def _predict(args: Namespace) -> int:
     """Print the prediction; returns 0 even if the configuration does not fit."""
     from pipette_launch.facts import files
-    from pipette_launch.launch.cache import default_root, distrust
     from pipette_launch.planning.predict import predict
     from pipette_launch.report.prediction import prediction_screen
 
     environment = _take_launch_line(args)
     machines = ("gpu", "nodes", "gpus_per_node", "world_size", "cluster", "fabric")
-    same = (*machines, "rank", "stage", "method", "memory_margin", "megatron_version", "bridge_config")
+    same = (*machines, "rank", "stage", "memory_margin", "megatron_version", "bridge_config")
     prediction = predict(
         args.arguments,
         **{name: getattr(args, name) for name in same},
         device_kind=args.device,
         script=args.script,
         environment=environment,
-        cache=root / "executed" if (root := default_root()) and not distrust(root) else None,
     )
     sys.stdout.write(files.dumps(prediction, indent=1) + "\n" if args.json else prediction_screen(prediction))
     return 0

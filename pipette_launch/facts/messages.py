@@ -57,64 +57,6 @@ def exit_words(exit_code: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExecutionRequest:
-    """A request to run one rank of each named pipeline stage with abstract tensors, which have shapes but no memory."""
-
-    job: Job
-    layout: Layout
-    pp_ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExecutedParts:
-    """Bytes on a rank at its memory peak, by origin. The bytes of all origins sum to the peak."""
-
-    weights: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    """Bytes of master weights and optimizer states."""
-    activations: int = 0
-    """Bytes of outputs of the layers' forward that the backward needs."""
-    working: int = 0
-    """Bytes allocated during a backward: gradients of activations, and activations that recompute restores."""
-    embedding: int = 0
-    """Bytes of micro-batches from the data loader, and of outputs of the embedding."""
-    logits: int = 0
-    buffers: int = 0
-    """Bytes of pipeline messages, and of buffers that all layers share."""
-    optimizer_step: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExecutedMemory:
-    """Bytes of tensors on one rank, rounded up as in torch's caching allocator for CUDA.
-
-    Workspaces of libraries, the CUDA context, communicators and fragmentation are not included.
-    """
-
-    pp_rank: int
-    weights: int
-    gradients: int
-    optimizer: int
-    allocated_after_step: int
-    first_peak: int
-    """Peak in bytes of the first iteration, in which the optimizer step allocates the optimizer's states."""
-    peak: int
-    """Peak in bytes of later iterations, with the optimizer's states."""
-    parts: ExecutedParts
-    notes: tuple[str, ...]
-    """Differences between the executed job and the real one, one sentence each."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExecutionAnswer:
-    """Answer to an ExecutionRequest: memory of each requested rank in the order of the request, or an error."""
-
-    ranks: tuple[ExecutedMemory, ...] = ()
-    error: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuringQuestion:
     """A request of the warm-up for advice on further measurements."""
 

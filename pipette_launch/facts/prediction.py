@@ -61,8 +61,6 @@ class Prediction:
     num_microbatches: int
     num_parameters: int
     tokens_per_step: int
-    method: Literal["closed", "abstract"]
-    """Source of the tensor sizes. `closed`: formulas. `abstract`: abstract execution of the training step."""
     stages: tuple[StageMemory, ...]
     capacity_bytes: int | None
     """Free memory of the fullest device. The value is `None` if the machines are unknown."""

@@ -16,7 +16,7 @@ from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.cost.step.work import LayoutWork, Prices
 from pipette_launch.facts import Choice, Job, Measurements, Plan
 from pipette_launch.facts.schedule import KINDS
-from pipette_launch.planning.predict import count_by_formula, scaled
+from pipette_launch.planning.predict import count_stages, scaled
 
 AFTER = ("embedding_gradients", "optimizer", "parameter_gather")
 """Names of a step's parts after the last backward, in the order of execution."""
@@ -131,6 +131,6 @@ def _memory(job: Job, choice: Choice, measured: Measurements) -> tuple[dict[str,
     """Split the plan's peak memory of each pipeline rank by kind, in the proportions of the memory formula."""
     chosen = replace(job, own=choice.layout)
     overhead = measured_overhead(chosen, choice.layout, measured)
-    stages = count_by_formula(chosen, range(choice.layout.pp), overhead, measured=measured).stages
+    stages = count_stages(chosen, range(choice.layout.pp), overhead, measured=measured).stages
     needs = choice.memory_shown.need_bytes
     return tuple(scaled(stage.parts_bytes, need) for stage, need in zip(stages, needs, strict=True))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, get_args
 
 from pipette_launch.cost.layers.block import compute_dtype
 from pipette_launch.cost.layers.parameters import stage_parameters
@@ -21,15 +19,10 @@ from pipette_launch.facts import Job, Layout, Measurements
 from pipette_launch.facts.fabric import FabricSpec
 from pipette_launch.facts.job import EXPANDABLE_SEGMENTS
 from pipette_launch.facts.known_devices import DeviceFile
-from pipette_launch.facts.messages import ExecutedParts
 from pipette_launch.facts.plan import Rate
 from pipette_launch.facts.prediction import MemoryFit, Prediction, StageMemory
 from pipette_launch.planning.machines import Kind, TargetMachines, machines_of
 from pipette_launch.text import numbered
-
-Method = Literal["closed", "abstract"]
-NEEDED = {"torch": "torch", "megatron-core": "megatron"}
-"""Module that abstract execution imports, for each package that it needs."""
 
 
 def predict(
@@ -43,13 +36,11 @@ def predict(
     fabric: str | Path | FabricSpec | None = None,
     rank: int | None = None,
     stage: int | None = None,
-    method: Method = "closed",
     memory_margin: float = MEMORY_MARGIN,
     megatron_version: str | None = None,
     device_kind: Kind = "cuda",
     script: str = "pretrain_gpt.py",
     environment: Mapping[str, str] | None = None,
-    cache: Path | None = None,
     bridge_config: str | Path | None = None,
 ) -> Prediction:
     """Predict memory and step time of exactly the configuration of a Megatron command line, but start nothing.
@@ -65,23 +56,19 @@ def predict(
         fabric: network between hosts of `gpu`: a file of kind `fabric`, or a name such as `fat-tree-2:1`.
         rank: show only the pipeline rank of this RANK.
         stage: show only this pipeline rank.
-        method: `closed` counts memory by formula; `abstract` runs megatron-core's own code without data.
         memory_margin: share of the device memory that must stay free.
         megatron_version: such as `0.16.1`. None = the version that `script` would import, else the newest known.
         device_kind: kind of the devices, if neither `gpu` nor `cluster` is given.
         script: path of the script, which may not exist. A Megatron in the same folder gives the version.
         environment: environment variables of the job's workers.
-        cache: folder that keeps results of the method `abstract`. None = keep no results.
         bridge_config: configuration that Megatron-Bridge saved, for a job whose arguments are overrides of a recipe.
 
     Raises:
-        PipetteError: wrong flags or sizes, an unknown name, or a package that `abstract` needs is missing.
+        PipetteError: wrong flags or sizes, or an unknown name.
 
     """
     sizes = {"world_size": world_size, "nodes": nodes, "gpus_per_node": gpus_per_node}
     machines = machines_of(**sizes, gpu=gpu, cluster=cluster, fabric=fabric, device_kind=device_kind)
-    if method not in get_args(Method):
-        raise OptionError("method", f"must be one of {', '.join(get_args(Method))}, got {method!r}")
     check_share("memory_margin", memory_margin)
     job = machines.job(
         machines.dialect(arguments, script=script, bridge_config=bridge_config),
@@ -90,8 +77,9 @@ def predict(
         environment=environment or {},
         for_prediction=True,
     )
-    counted = _count(job, machines, _pp_ranks(job.own, rank=rank, stage=stage), method=method, cache=cache)
-    return _prediction(job, machines, counted, rank=rank, method=method, margin=memory_margin, script=script)
+    pp_ranks = _pp_ranks(job.own, rank=rank, stage=stage)
+    counted = count_stages(job, pp_ranks, _overhead(job, machines), measured=machines.measured)
+    return _prediction(job, machines, counted, rank=rank, margin=memory_margin, script=script)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,15 +93,6 @@ class CountedStages:
     notes: tuple[str, ...] = ()
 
 
-def _count(
-    job: Job, machines: TargetMachines, pp_ranks: Sequence[int], *, method: Method, cache: Path | None
-) -> CountedStages:
-    overhead = _overhead(job, machines)
-    if method == "abstract":
-        return count_by_execution(job, pp_ranks, overhead, cache=cache)
-    return count_by_formula(job, pp_ranks, overhead, measured=machines.measured)
-
-
 def _overhead(job: Job, machines: TargetMachines) -> Overhead:
     if machines.measured is not None:
         return overheads.measured_overhead(job, job.own, machines.measured)
@@ -121,10 +100,10 @@ def _overhead(job: Job, machines: TargetMachines) -> Overhead:
     return overheads.overhead_of(job, job.own, device_kind=machines.kind, device_name=name, capability=capability)
 
 
-def count_by_formula(
+def count_stages(
     job: Job, pp_ranks: Sequence[int], overhead: Overhead, *, measured: Measurements | None = None
 ) -> CountedStages:
-    """Count the memory of some pipeline ranks in the job's own layout, with the same peak formula as the planner.
+    """Count the memory of some pipeline ranks in the job's own layout, by the planner's formula of the peak.
 
     A stage with a measured peak has this peak, and the formula's kinds of memory are scaled to the peak.
     """
@@ -141,46 +120,12 @@ def count_by_formula(
     )
 
 
-def count_by_execution(job: Job, pp_ranks: Sequence[int], overhead: Overhead, *, cache: Path | None) -> CountedStages:
-    """Run megatron-core's own code for some pipeline ranks with fake tensors, in a separate process.
-
-    Raises PlanError if megatron-core or torch is missing, refuses the layout, or uses a feature that is not modelled.
-    """
-    from pipette_launch.cost.memory.abstract_execution import execute
-
-    missing = [name for name, module in NEEDED.items() if find_spec(module) is None]
-    if missing:
-        raise PlanError(
-            f"abstract execution runs megatron-core's own code, and {' and '.join(missing)} cannot be imported here; "
-            f"install what is missing, or count by formula (method closed)"
-        )
-    found = execute(job, job.own, pp_ranks, cache=cache)
-    return CountedStages(
-        stages=tuple(_stage(job, memory.pp_rank, executed_kinds(memory.parts), overhead) for memory in found),
-        overhead=overhead,
-        stepping=tuple(memory.pp_rank for memory in found if memory.parts.optimizer_step),
-        notes=tuple(dict.fromkeys(note for memory in found for note in memory.notes)),
-    )
-
-
 def scaled(kinds: Mapping[str, int], peak_bytes: int) -> dict[str, int]:
     """Scale sizes by kind so that their sum is a given peak. The largest kind absorbs the rounding error."""
     counted = sum(kinds.values())
     scaled = {name: size * peak_bytes // counted for name, size in kinds.items()}
     scaled[max(scaled, key=lambda name: scaled[name])] += peak_bytes - sum(scaled.values())
     return scaled
-
-
-def executed_kinds(parts: ExecutedParts) -> dict[str, int]:
-    """Split a peak from abstract execution into the kinds of `MemoryParts.by_kind`, which sum to the peak."""
-    return {
-        "weights": parts.weights,
-        "gradients": parts.gradients,
-        "optimizer": parts.optimizer,
-        "activations": parts.activations + parts.working + parts.embedding,
-        "logits": parts.logits,
-        "buffers": parts.buffers + parts.optimizer_step,
-    }
 
 
 def _stage(job: Job, pp_rank: int, kinds: Mapping[str, int], overhead: Overhead) -> StageMemory:
@@ -202,7 +147,6 @@ def _prediction(
     counted: CountedStages,
     *,
     rank: int | None,
-    method: Method,
     margin: float,
     script: str,
 ) -> Prediction:
@@ -226,7 +170,6 @@ def _prediction(
         num_microbatches=layout.num_microbatches(samples),
         num_parameters=sum(part.count for part in stage_parameters(job.model, Layout())),
         tokens_per_step=samples * job.model.seq_length,
-        method=method,
         stages=counted.stages,
         capacity_bytes=capacity,
         memory_margin=margin,
@@ -255,7 +198,7 @@ def _remedies(job: Job, machines: TargetMachines, counted: CountedStages, memory
     pp_ranks = [stage.pp_rank for stage in counted.stages]
 
     def fits(job: Job) -> bool:
-        found = count_by_formula(job, pp_ranks, _overhead(job, machines), measured=machines.measured)
+        found = count_stages(job, pp_ranks, _overhead(job, machines), measured=machines.measured)
         return _verdict(found, machines.capacity_bytes, memory_margin) == "fits"
 
     changed = {NO_MASK: without_mask(job), EXPANDABLE_SEGMENTS: overheads.with_expandable_segments(job)}

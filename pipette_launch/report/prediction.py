@@ -29,10 +29,6 @@ TABLE_WIDTH = 80
 """Least width of a screen with the table of memory. Narrower screens list the parts of the fullest stage."""
 LONG_WIDTH = 100
 """Least width of a screen whose table has whole words as headings."""
-METHODS = {
-    "closed": "the model's tensors counted by formula",
-    "abstract": "the model's tensors counted by running megatron-core's own code without data",
-}
 STYLES = {"fits": "bold green", "tight": "bold yellow", "too large": "bold red", "unknown": "bold"}
 
 
@@ -105,7 +101,7 @@ def _memory(prediction: Prediction) -> Iterator[Line]:
         yield text(f"… {counted(hidden, 'more stage')}, not fuller; --stage S and --json show them", "dim")
     if prediction.capacity_bytes is not None and limit is not None:
         yield text(limit_words(limit, prediction.capacity_bytes, prediction.memory_margin), "dim")
-    yield text(METHODS[prediction.method], "dim")
+    yield text("the model's tensors counted by formula", "dim")
 
 
 def _shown(prediction: Prediction, most: int) -> Sequence[StageMemory]:

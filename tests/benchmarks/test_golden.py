@@ -224,7 +224,6 @@ def test_what_is_not_scored_has_a_reason(
     ("message", "reason"),
     [
         ("--fp8 e4m3: not modelled; remove it", "not modelled"),
-        ("abstract execution of tp2 pp2: core refuses it: no bias", "core refuses it: no bias"),
         ("layers do not divide; change them", "layers do not divide"),
     ],
 )

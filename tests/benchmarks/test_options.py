@@ -13,12 +13,11 @@ from pipette_launch.errors import UsageError
     [
         ("--only logs --golden g.csv --args g.jsonl", "--only logs leaves out the file of --golden"),
         ("--golden g.csv", "--golden and --args belong together"),
-        ("--method abstract --sample -1", "--sample -1: must be at least 1"),
         ("--vtrain-fraction 7", "--vtrain-fraction 7.0: must be between 0 and 1"),
     ],
 )
 def test_flags_that_would_score_something_else_are_refused(words: str, message: str) -> None:
-    """A named file that --only leaves out, half of a pair, an empty sample and a share above 1 are usage errors."""
+    """A named file that --only leaves out, half of a pair and a share above 1 are usage errors."""
     with pytest.raises(UsageError, match=message):
         parse(words.split())
 

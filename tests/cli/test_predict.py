@@ -74,7 +74,6 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
             f"--world-size 8 --memory-margin 8 {JOB}",
             "--memory-margin must be at least 0 and below 1 (0.08 is 8 %), got 8",
         ),
-        (f"--world-size 8 --method oracle {JOB}", "invalid choice: 'oracle'"),
         (
             f"--world-size 8 --num-layers 2 {JOB}",
             "unknown flag --num-layers; see pipette predict --help; the script's own flags follow",
@@ -144,7 +143,6 @@ def test_the_flags_are_frozen() -> None:
         "--megatron-version",
         "--bridge-config",
         "--memory-margin",
-        "--method",
         "--module",
         "--nnodes",
         "--nodes",
@@ -164,24 +162,3 @@ def test_the_command_itself(words: list[str], code: int, capsys: pytest.CaptureF
 
     assert code == caught.value.code
     assert "pipette" in "".join(capsys.readouterr())
-
-
-@pytest.mark.timeout(300)
-def test_abstract_execution_answers_like_the_formula(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Abstract execution counts the same weights, gradients and states as the formula."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    answers = {}
-    for method in ("closed", "abstract"):
-        words = f"--json --world-size 8 --stage 1 --method {method} {JOB} --bf16 --transformer-impl local"
-        code, out, err = answer(words, capsys)
-        assert (0, "") == (code, err)
-        answers[method] = files.loads(Prediction, out, "stdout")
-    (closed,), (executed,) = answers["closed"].stages, answers["abstract"].stages
-
-    assert ("closed", "abstract") == (answers["closed"].method, answers["abstract"].method)
-    for kind in ("weights", "gradients", "optimizer"):
-        assert closed.parts_bytes[kind] == pytest.approx(executed.parts_bytes[kind], rel=0.05)
-    assert closed.model_peak_bytes == pytest.approx(executed.model_peak_bytes, rel=0.15)
-    assert 1 == len(list((tmp_path / "pipette-launch" / "executed").iterdir()))

@@ -56,7 +56,7 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
     from absent import install
     from hub import write_hub
 
-    from pipette_patches.abstract import transformer_engine
+    from pipette_patches import without_transformer_engine
 
     hub, patch = tmp_path_factory.mktemp("hub"), pytest.MonkeyPatch()
     write_hub(hub)
@@ -64,7 +64,7 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
     patch.setenv("HF_HUB_OFFLINE", "1")
     install()
     if find_spec("transformer_engine") is None:
-        transformer_engine.install()
+        without_transformer_engine.install()
     # Bridge checks that the GPU suits the dispatcher of tokens.
     device = SimpleNamespace(major=9, minor=0, name="NVIDIA H100 80GB HBM3")
     patch.setattr("torch.cuda.get_device_properties", lambda *_: device)

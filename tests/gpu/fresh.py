@@ -133,9 +133,10 @@ def stages() -> dict[str, Any]:
         Lockstep(store=HashStore(), rank=0, world_size=1, timeout_s=60.0),
         Budget(started_s=0.0, budget_s=1.0, clock=lambda: 0.0),
     )
-    from pipette_launch.cost.memory.abstract_execution import execute
+    from oracle.executor import Executor
 
-    (abstract,) = execute(options.job, small, (0,))
+    with Executor() as executor:
+        (abstract,) = executor.execute(options.job, small, (0,))
     return {
         "ran_out": [one.ran_out for one in bench.found.stages],
         "allocated": [one.allocator_peak_bytes for one in bench.found.stages],

@@ -36,7 +36,7 @@ def main(first_step: int, script: str, *arguments: str) -> None:
 
     door = in_module("megatron.core.pipeline_parallel.schedules", {"get_forward_backward_func": counted})
     Replacements(door).apply()
-    with metered("cpu") as meter:
+    with metered() as meter:
         run_script(Program(patches=(), name=script, is_module=False, arguments=arguments))
         meter.mark()
     assert num_steps > first_step, f"{num_steps} steps"

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 from newest import with_gap_since_019
+from oracle.executor import Executor
 from patches.findings import findings_of
 from patches.stage_cases import CASES, SHARDED, TIMED, job_of
 
-from benchmarks.abstract_worker import Executor
 from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.memory.peak import MemoryParts, peak_memory_bytes
 

@@ -278,13 +278,12 @@ def test_no_torch_is_needed() -> None:
     [
         ({"arguments": " ".join(PIPELINE)}, "shlex.split"),
         ({"arguments": [*PIPELINE, "--seed", 5]}, "each a str"),
-        ({"method": "guess"}, "method must be one of closed, abstract, got 'guess'"),
         ({"world_size": "8"}, "^world_size must be a whole number, got '8'"),
         ({"world_size": 8.0}, "^world_size must be a whole number, got 8.0"),
     ],
 )
 def test_values_of_another_type_are_refused_in_words(wrong: dict[str, Any], message: str) -> None:
-    """A whole line in one string, a number as a word, an unknown method and non-integer sizes are refused."""
+    """A whole line in one string, a number as a word, and non-integer sizes are refused."""
     given_ = {"arguments": PIPELINE, "world_size": 8, "megatron_version": "0.16.1"} | wrong
 
     with pytest.raises(UsageError, match=message):
@@ -472,7 +471,7 @@ def test_graphs_never_make_a_step_longer(words: str, seq_length: int, nodes: int
 
 
 def test_sparse_attention_is_priced_with_its_doubts() -> None:
-    """Torch's scores take longer than kernels, cp is no ring, and only the closed form counts such layers."""
+    """Torch's scores take longer than kernels, and cp is no ring."""
     words = (
         "--experimental-attention-variant dsa --multi-latent-attention --kv-lora-rank 512 --no-rope-fusion "
         "--dsa-indexer-n-heads 32 --dsa-indexer-head-dim 128 --dsa-indexer-topk 1024 --context-parallel-size 2 "
@@ -490,8 +489,6 @@ def test_sparse_attention_is_priced_with_its_doubts() -> None:
     assert any("No published run had sparse attention." in note for note in kernels.notes)
     assert any(note.startswith("Scores of sparse attention that torch computes are in fp32") for note in torch.notes)
     assert not any("priced as a ring" in note for note in torch.notes)
-    with pytest.raises(PipetteError, match="abstract execution builds only attention, MLPs and experts of a GPT"):
-        predict((*line, *words), **options, method="abstract")
 
 
 def test_a_flag_that_is_not_priced_has_a_note() -> None:

@@ -7,10 +7,8 @@ from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.memory.overhead import overhead_of
 from pipette_launch.cost.memory.peak import peak_memory_bytes
-from pipette_launch.errors import PlanError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
-from pipette_launch.facts.messages import ExecutedMemory, ExecutedParts
-from pipette_launch.planning.predict import count_by_execution, count_by_formula, executed_kinds
+from pipette_launch.planning.predict import count_stages
 
 FULL = Recompute(granularity="full", method="uniform", num_layers=1)
 
@@ -34,7 +32,7 @@ JOBS = [
 def test_overhead_is_what_is_added_to_the_model(one: Job, kind: str) -> None:
     """A stage needs the model's peak plus the overhead; CPUs have no overhead."""
     overhead = overhead_of(one, one.own, device_kind=kind)
-    stages = count_by_formula(one, range(one.own.pp), overhead).stages
+    stages = count_stages(one, range(one.own.pp), overhead).stages
 
     assert tuple(range(one.own.pp)) == tuple(stage.pp_rank for stage in stages)
     assert one.own.stage_layers(4) == tuple(stage.num_layers for stage in stages)
@@ -46,36 +44,9 @@ def test_overhead_is_what_is_added_to_the_model(one: Job, kind: str) -> None:
 def test_only_the_stages_that_were_asked_for_are_told() -> None:
     """The stages come in the requested order."""
     one = job(Layout(pp=4))
-    stages = count_by_formula(one, (2,), overhead_of(one, one.own, device_kind="cpu")).stages
+    stages = count_stages(one, (2,), overhead_of(one, one.own, device_kind="cpu")).stages
 
     assert [2] == [stage.pp_rank for stage in stages]
-
-
-def test_an_executed_peak_is_split_like_a_counted_one() -> None:
-    """Every byte counts once, and the optimizer's temporaries count as buffers."""
-    parts = ExecutedParts(
-        weights=1,
-        gradients=2,
-        optimizer=4,
-        activations=8,
-        working=16,
-        embedding=32,
-        logits=64,
-        buffers=128,
-        optimizer_step=256,
-    )
-    kinds = executed_kinds(parts)
-
-    assert {
-        "weights": 1,
-        "gradients": 2,
-        "optimizer": 4,
-        "activations": 56,
-        "logits": 64,
-        "buffers": 384,
-    } == kinds
-    assert 511 == sum(kinds.values())
-    assert list(kinds) == list(peak_memory_bytes(JOBS[0], JOBS[0].own)[0].by_kind())
 
 
 def test_stages_that_peak_in_the_optimizer_are_named() -> None:
@@ -83,44 +54,4 @@ def test_stages_that_peak_in_the_optimizer_are_named() -> None:
     one = job(Layout(pp=4), seq_length=1, vocab_size=1, make_vocab_size_divisible_by=1)
     overhead = overhead_of(one, one.own, device_kind="cpu")
 
-    assert (0, 1, 2, 3) == count_by_formula(one, range(4), overhead).stepping
-
-
-def test_executed_ranks_carry_their_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each executed rank becomes a stage; equal notes appear once."""
-    one = job(Layout(pp=2))
-
-    def answer(*_: object, **__: object) -> tuple[ExecutedMemory, ...]:
-        parts = (ExecutedParts(weights=70, activations=30), ExecutedParts(weights=70, optimizer_step=50))
-        return tuple(
-            ExecutedMemory(
-                pp_rank=rank,
-                weights=70,
-                gradients=0,
-                optimizer=0,
-                allocated_after_step=70,
-                first_peak=100,
-                peak=sum(executed_kinds(part).values()),
-                parts=part,
-                notes=("Something differs.",),
-            )
-            for rank, part in enumerate(parts)
-        )
-
-    monkeypatch.setattr("pipette_launch.cost.memory.abstract_execution.execute", answer)
-    counted = count_by_execution(one, (0, 1), overhead_of(one, one.own, device_kind="cpu"), cache=None)
-
-    assert ([100, 120], (1,), ("Something differs.",)) == (
-        [stage.peak_bytes for stage in counted.stages],
-        counted.stepping,
-        counted.notes,
-    )
-
-
-def test_without_megatron_abstract_execution_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error also names the other method."""
-    one = job(Layout(pp=2))
-    monkeypatch.setattr("pipette_launch.planning.predict.find_spec", lambda name: None)
-
-    with pytest.raises(PlanError, match=r"torch and megatron-core cannot be imported here; .*method closed"):
-        count_by_execution(one, (0,), overhead_of(one, one.own, device_kind="cpu"), cache=None)
+    assert (0, 1, 2, 3) == count_stages(one, range(4), overhead).stepping

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from facts_for_tests import tiny_job, tiny_model
+from oracle.executor import Executor
 
-from benchmarks.abstract_worker import Executor
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Batch, Job, LatentAttention, Layout
 

@@ -6,11 +6,10 @@ from dataclasses import asdict
 
 import pytest
 from facts_for_tests import changed_job, tiny_job, tiny_model
+from oracle.executor import Executor, RefusedError
 
-from benchmarks.abstract_worker import Executor
 from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.memory.peak import peak_memory_bytes
-from pipette_launch.errors import PlanError
 from pipette_launch.facts import Batch, Job, Layout, ModelSpec, Recompute
 
 
@@ -57,10 +56,10 @@ def test_static_bytes_are_those_of_the_parameters(executor: Executor, layout: La
         assert sum(asdict(found.parts).values()) == found.peak >= found.first_peak >= found.allocated_after_step
 
 
-def test_what_is_impossible_is_refused_with_its_reason(executor: Executor) -> None:
-    """megatron-core's own words reach the user, and the worker lives on."""
+def test_an_impossible_layout_is_refused_with_megatrons_reason(executor: Executor) -> None:
+    """The worker answers the next request as before."""
     layout = Layout(tp=3)
-    with pytest.raises(PlanError, match=r"tp3 pp1 dp1 mbs1: num_attention_heads \(4\) must be a multiple"):
+    with pytest.raises(RefusedError, match=r"num_attention_heads \(4\) must be a multiple"):
         executor.execute(job_of(small(), layout), layout, (0,))
     assert executor.execute(job_of(small(), Layout()), Layout(), (0,))
 

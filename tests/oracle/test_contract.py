@@ -9,13 +9,13 @@ from pathlib import Path
 import newest
 import pytest
 import torch
+from oracle.gpu_replacements import CORE, OFFLOADING, TORCH
+from oracle.meter import POINTWISE
+from oracle.transformer_engine import STAND_INS
 from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipette_patches.abstract.gpu_replacements import CORE, OFFLOADING, TORCH
-from pipette_patches.abstract.transformer_engine import STAND_INS
 from pipette_patches.replacements import Replacement, owner_of
-from pipette_patches.storage_meter import POINTWISE
 
 OFFLOAD = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 # Parameters by qualified name; None: a name that is only assigned.

@@ -9,13 +9,13 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle.executor import Executor
+from oracle.kernels import Routing, balanced
 
-from benchmarks.abstract_worker import Executor
 from pipette_launch.cost.layers.kinds import kept_bytes
 from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Batch, Job, LatentAttention, Layout, ModelSpec, Recompute
-from pipette_patches.abstract.kernels import Routing, balanced
 
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
 FLEX = "--moe-token-dispatcher-type flex"
@@ -177,14 +177,6 @@ def test_weights_are_those_of_the_closed_form(executor: Executor, layout: Layout
     assert pytest.approx(expected, rel=0.01) == [
         found.weights for found in executor.execute(job, layout, range(layout.pp))
     ]
-
-
-def test_what_is_assumed_is_said(executor: Executor) -> None:
-    """Balanced routing always, and what stands for the flex dispatcher."""
-    words = executor.execute(job_of(Layout(), FLEX, **EXPERTS), Layout(), (0,))[0].notes
-
-    assert "routing was taken as balanced: every expert gets as many tokens" in words
-    assert "the flex dispatcher was executed as alltoall with fused permutation" in words
 
 
 @given(st.integers(0, 10_000), st.integers(1, 100))

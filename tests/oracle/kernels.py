@@ -16,10 +16,13 @@ from typing import Any
 import torch
 
 from pipette_launch.facts import Job
-from pipette_patches.megatron_config import NotModelledError
 
 Gradients = tuple[Any, ...]
 _FP8_ROWS = 16
+
+
+class NotModelledError(Exception):
+    """The job uses a feature whose memory abstract execution cannot count."""
 
 
 class _Kernel(torch.autograd.Function):

@@ -17,11 +17,12 @@ import torch
 import torch.distributed
 import torch.distributed.distributed_c10d
 import torch.nn.functional
+from oracle.kernels import balanced, kernel, routed_rows
+from oracle.meter import as_one_kernel
+from oracle.transformer_engine import LayerNorm, RMSNorm
 
-from pipette_patches.abstract.kernels import balanced, kernel, routed_rows
-from pipette_patches.abstract.transformer_engine import LayerNorm, RMSNorm
 from pipette_patches.replacements import Replacement, answer, in_module, instead, nothing, wrapping
-from pipette_patches.storage_meter import as_one_kernel, current, recounting, under
+from pipette_patches.storage_meter import current, recounting, under
 from pipette_patches.without_cuda import FinishedWork, no_coalescing, torch_without_cuda, without_fp8
 
 DEVICE = torch.device("meta")

@@ -16,11 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from oracle import kernels, transformer_engine
+from oracle.gpu_replacements import CORE, EXPERTS, OFFLOADING, TORCH
+from oracle.memory import Parts, RankMemory
+from oracle.meter import AbstractMeter
+
 from pipette_launch.facts import Job, Layout
-from pipette_launch.facts.messages import ExecutedMemory, ExecutedParts
-from pipette_patches import megatron_config
-from pipette_patches.abstract import kernels, transformer_engine
-from pipette_patches.abstract.gpu_replacements import CORE, EXPERTS, OFFLOADING, TORCH
 from pipette_patches.one_rank import enough_microbatches, first_rank, import_megatron, train_from_flags
 from pipette_patches.play import Play, Step, Stop, played
 from pipette_patches.replacements import Replacements
@@ -45,7 +46,7 @@ _STATIC = ("weights", "gradients", "optimizer")
 _FEW_PASSES = 48
 """If layers times micro-batches of a rank are at most 48, the rank runs at full size."""
 _PART_OF = {"backward": "working", "head": "logits"}
-"""Field of ExecutedParts for each label of the meter, if the field and the label have different names."""
+"""Field of Parts for each label of the meter, if the field and the label have different names."""
 
 
 @functools.cache
@@ -58,7 +59,7 @@ def load() -> None:
     gc.freeze()
 
 
-def run_rank(job: Job, layout: Layout, pp_rank: int) -> ExecutedMemory:
+def run_rank(job: Job, layout: Layout, pp_rank: int) -> RankMemory:
     """Train the first rank of a pipeline stage of any layout for two steps, and return the bytes that it needs."""
 
     def run(layers_per_chunk: tuple[int, ...], num_microbatches: int) -> Trace:
@@ -73,7 +74,7 @@ def run_rank(job: Job, layout: Layout, pp_rank: int) -> ExecutedMemory:
                 report_bytes = meter.by_label.get("head", 0) // num_microbatches
             return reports
 
-        with metered() as meter:
+        with metered(AbstractMeter()) as meter:
             train = functools.partial(train_from_flags, job, layout, pp_rank, meter=meter)
             program = functools.partial(train, layers_per_chunk=layers_per_chunk)
             rank = first_rank(layout, pp_rank)
@@ -89,7 +90,7 @@ def run_rank(job: Job, layout: Layout, pp_rank: int) -> ExecutedMemory:
     trace = scaled(job, layout, pp_rank, run)
     first_iteration = ("setup", "step 1", "update 1")
     peak = max(trace.stretches, key=lambda stretch: stretch.total)
-    return ExecutedMemory(
+    return RankMemory(
         pp_rank=pp_rank,
         weights=trace.left.get("weights", 0),
         gradients=trace.left.get("gradients", 0),
@@ -97,8 +98,7 @@ def run_rank(job: Job, layout: Layout, pp_rank: int) -> ExecutedMemory:
         allocated_after_step=sum(trace.left.values()),
         first_peak=max(stretch.total for stretch in trace.stretches if stretch.phase in first_iteration),
         peak=peak.total,
-        parts=ExecutedParts(**{_PART_OF.get(label, label): size for label, size in peak.at_peak.items()}),
-        notes=megatron_config.differences(job),
+        parts=Parts(**{_PART_OF.get(label, label): size for label, size in peak.at_peak.items()}),
     )
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from facts_for_tests import tiny_job, tiny_model
+from oracle.execution import layer_period, smallest
 
 from pipette_launch.facts import Layout, Recompute
-from pipette_patches.abstract.execution import layer_period, smallest
 from pipette_patches.one_rank import enough_microbatches
 
-ROOT = Path(__file__).parents[3]
-WORKER = Path(__file__).parents[1] / "abstract_worker.py"
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("scaling_worker.py")
 SIZES = ("peak", "first_peak", "allocated_after_step", "weights", "gradients", "optimizer", "parts")
 
 

@@ -24,10 +24,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from oracle import kernels
+from oracle.kernels import Gradients, NotModelledError, kernel
 
-from pipette_patches.abstract import kernels
-from pipette_patches.abstract.kernels import Gradients, kernel
-from pipette_patches.megatron_config import NotModelledError
 from pipette_patches.storage_meter import under
 
 VERSION = "2.8.0"

@@ -7,10 +7,10 @@ from typing import Any
 from unittest import mock
 
 from facts_for_tests import tiny_job, tiny_model
+from oracle import execution
+from oracle.meter import AbstractMeter
 
 from pipette_launch.facts import Batch, Job, Layout, Recompute
-from pipette_patches.abstract import execution
-from pipette_patches.storage_meter import StorageMeter
 
 UNIFORM = Recompute(granularity="full", method="uniform", num_layers=2)
 BLOCK = Recompute(granularity="full", method="block", num_layers=2)
@@ -58,13 +58,13 @@ def main() -> None:
     execution.load()
     execution._FEW_PASSES = 0
     operations = [0]
-    original = StorageMeter.__torch_dispatch__
+    original = AbstractMeter.__torch_dispatch__
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         operations[0] += 1
         return original(*args, **kwargs)
 
-    StorageMeter.__torch_dispatch__ = counting  # type: ignore[method-assign]
+    AbstractMeter.__torch_dispatch__ = counting  # type: ignore[method-assign]
     found = {}
     for name, (changes, layout, microbatches, pp_rank) in CASES.items():
         model = tiny_model(

@@ -20,13 +20,12 @@ import yaml
 from end_to_end.jobs import ECHO, MODEL, WITHOUT_WARMUP, environment, free_port, plan
 from labs import needs_lab
 
-from benchmarks.bench_orders import mpirun_variables
 from benchmarks.netlab import Lab, compare, topology
 from pipette_launch.facts import Layout
 from pipette_launch.report.order import Target, command_words, order_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.processes]
 MEET = Path(__file__).parent / "meet.py"
@@ -42,6 +41,14 @@ OURS = ["--pipette-cache=off", "--pipette-device=cpu", str(ECHO), *MODEL]
 WITHOUT = {**compare.environment(), "PYTHONPATH": WITHOUT_WARMUP}
 ALL_RANKS = {(str(rank), "4") for rank in range(4)}
 OUTPUT: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+
+
+def mpirun_variables(lab: Lab, passed: Mapping[str, str]) -> dict[str, str]:
+    """Variables with which mpirun reaches the hosts of a laboratory, and passes variables to all processes."""
+    listed = ";".join(f"{name}={value}" for name, value in passed.items())
+    own = {"mca_base_env_list": listed, "plm_rsh_agent": str(lab.remote_shell()), "oob_tcp_if_include": "10.77.0.0/24"}
+    root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+    return root | {f"OMPI_MCA_{name}": value for name, value in own.items()}
 
 
 def written(folder: Path, target: Target) -> Path:

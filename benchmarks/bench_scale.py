@@ -104,8 +104,7 @@ def record(index: int) -> NodeRecord:
             uuid=uuid, used_bytes=0, sm_clock_hz=210_000_000, sm_clock_max_hz=1_410_000_000, clock_reasons=("GpuIdle",),
             ecc_volatile=0, ecc_aggregate=0, rows_correctable=0, rows_uncorrectable=0, rows_pending=False,
             rows_failed=False, nvlinks_up=12, nvlinks_total=12, pcie_width=16, pcie_width_max=16, pcie_generation=1,
-            pcie_generation_max=4, pci_address="0000:07:00.0", numa_node=3, nic="mlx5_0", nic_distance="switch",
-            persistence_mode=True, temperature_c=31,
+            pcie_generation_max=4, persistence_mode=True, temperature_c=31,
         )
         for uuid in uuids
     )  # fmt: skip

@@ -121,7 +121,7 @@ def changed() -> str:
         for device in range(8)
     ]
     notes = [
-        Verdict(kind="nic", host=f"node{host}", figure="reaches its NIC across the sockets", is_sick=False)
+        Verdict(kind="pcie", host=f"node{host}", figure="uses 8 of the 16 lanes of its slot", is_sick=False)
         for host in range(8)
     ]
     measurements = replace(

@@ -5,11 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-Nearness = Literal["switch", "root", "node", "across"]
-"""Nearest part that a device shares with its network card: PCIe switch, root port or NUMA node. `across` = no part."""
-NEARNESS: tuple[Nearness, ...] = ("switch", "root", "node", "across")
-"""Kinds of nearness between a device and its network card, from near to far."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
@@ -23,7 +18,7 @@ class Holder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceCondition:
-    """One device before the job, as NVML and sysfs report it.
+    """One device before the job, as NVML reports it.
 
     A field is `None` if the driver does not report it. On CPU only the UUID is known.
     """
@@ -60,18 +55,12 @@ class DeviceCondition:
     pcie_generation: int | None = None
     """Present PCIe generation. An idle device falls back to PCIe generation 1, so a low value is not a problem."""
     pcie_generation_max: int | None = None
-    pci_address: str = ""
-    """PCI address of the device as in sysfs, such as `0000:3b:00.0`. Empty = unknown."""
-    numa_node: int | None = None
-    nic: str = ""
-    """Name of the network card nearest to the device, preferably an InfiniBand card. Empty = no card was found."""
-    nic_distance: Nearness | None = None
     persistence_mode: bool | None = None
     temperature_c: int | None = None
 
 
 VerdictKind = Literal[
-    "busy", "throttled", "ecc", "remapped-rows", "nvlink", "pcie", "nic", "slow-device", "slow-host", "slow-link"
+    "busy", "throttled", "ecc", "remapped-rows", "nvlink", "pcie", "slow-device", "slow-host", "slow-link"
 ]
 
 

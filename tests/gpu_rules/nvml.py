@@ -35,8 +35,6 @@ HEALTHY = DeviceCondition(
     pcie_width_max=16,
     pcie_generation=1,
     pcie_generation_max=5,
-    nic="mlx5_0",
-    nic_distance="switch",
     persistence_mode=True,
     temperature_c=31,
 )
@@ -222,10 +220,6 @@ class FakeNvml(types.ModuleType):
     def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: int) -> int:
         """As sold."""
         return int(self._answer("MaxPcieGeneration", handle, 5))
-
-    def nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:
-        """One bus for each."""
-        return SimpleNamespace(busId=f"00000000:{16 * (handle + 1):02X}:00.0".encode())
 
     def nvmlDeviceGetPersistenceMode(self, handle: int) -> int:
         """On."""

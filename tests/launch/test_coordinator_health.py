@@ -124,7 +124,7 @@ def test_sick_nodes_end_the_job_if_they_are_to(tmp_path: Path) -> None:
 def test_by_default_a_sick_node_is_told_once(tmp_path: Path) -> None:
     """The warm-up finds the same problem again, and the job goes on with all nodes."""
     little = replace(SICK, figure="1 GB of 80 GB are held", is_sick=False)
-    one = judging(tmp_path, SICK, little, replace(little, kind="nic"), on_sick="warn")
+    one = judging(tmp_path, SICK, little, replace(little, kind="pcie"), on_sick="warn")
     warmup = one.decide(records(3), None)
     made = measured(one, warmup, SICK, SLOW)
 

@@ -79,7 +79,7 @@ def test_whatever_there_is_to_say(**sizes: int) -> None:
         notes=many(sizes["num_notes"], "--flag of note"),
     )
     verdicts = tuple(
-        Verdict(kind="nic", host=f"node{one}", figure="reaches its NIC across the sockets, which costs half its rate")
+        Verdict(kind="pcie", host=f"node{one}", figure="uses 8 of the 16 lanes of its slot, which costs half its rate")
         for one in range(sizes["num_verdicts"])
     )
     flags = [word for one in range(sizes["num_flags"]) for word in (f"--flag-{one}", str(one))]

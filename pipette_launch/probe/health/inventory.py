@@ -25,7 +25,7 @@ import pipette_launch
 from pipette_launch.defaults import MEMORY_FREE_S
 from pipette_launch.errors import ClusterError, UsageError
 from pipette_launch.facts import Device, Host
-from pipette_launch.facts.health import NEARNESS, DeviceCondition, Holder, Nearness
+from pipette_launch.facts.health import DeviceCondition, Holder
 from pipette_launch.probe.health import nvml as driver
 from pipette_launch.probe.health.verdicts import BUSY_TOLERANCE_BYTES
 from pipette_launch.text import bytes_text
@@ -33,7 +33,6 @@ from pipette_launch.text import bytes_text
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CPU_INFO = Path("/proc/cpuinfo")
-SYSFS = Path("/sys")
 SECOND_LOOK_S = 1.0  # Longest sample period of a device's utilisation (manual of nvidia-smi)
 POLL_S = 0.5
 
@@ -160,10 +159,8 @@ def _cpu_shares(num_devices: int) -> tuple[Device, ...]:
     )
 
 
-def conditions(
-    host: Host, *, sysfs: Path = SYSFS, sleep: Callable[[float], object] = time.sleep
-) -> tuple[DeviceCondition, ...]:
-    """Return the condition of every device of this machine, in the order of the local ranks, from NVML and sysfs.
+def conditions(host: Host, *, sleep: Callable[[float], object] = time.sleep) -> tuple[DeviceCondition, ...]:
+    """Return the condition of every device of this machine, in the order of the local ranks, from NVML.
 
     If a device looks busy, the utilisation of all devices is read again after a second. Without persistence mode the
     first query starts the driver, which scrubs the memory and reports high utilisation (nvmlDeviceGetUtilizationRates).
@@ -174,7 +171,7 @@ def conditions(
     with driver.session() as nvml:
         if nvml is None:
             raise ClusterError(f"{host.name}: NVML no longer answers; check the driver with nvidia-smi")
-        found = tuple(_condition(nvml, device.uuid, sysfs) for device in host.devices)
+        found = tuple(_condition(nvml, device.uuid) for device in host.devices)
         if any(one.utilisation for one in found):
             sleep(SECOND_LOOK_S)
             found = tuple(replace(one, utilisation=_utilisation(nvml, one.uuid)) for one in found)
@@ -186,7 +183,7 @@ def _utilisation(nvml: Any, uuid: str) -> float | None:
     return None if rates is None else rates.gpu / 100
 
 
-def _condition(nvml: Any, uuid: str, sysfs: Path) -> DeviceCondition:
+def _condition(nvml: Any, uuid: str) -> DeviceCondition:
     handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
 
     def ask(question: str, *arguments: Any) -> Any | None:
@@ -197,10 +194,7 @@ def _condition(nvml: Any, uuid: str, sysfs: Path) -> DeviceCondition:
     links = [state for state in states if state is not None]
     clocks_mhz = ask("ClockInfo", driver.CLOCK_SM), ask("MaxClockInfo", driver.CLOCK_SM)
     clocks_hz = [None if mhz is None else mhz * 1_000_000 for mhz in clocks_mhz]
-    pci, processes = ask("PciInfo"), ask("ComputeRunningProcesses") or ()
-    # NVML writes a PCI address as `00000000:3B:00.0`, sysfs as `0000:3b:00.0`.
-    address = driver.text(pci.busId).lower()[-len("0000:3b:00.0") :] if pci else ""
-    nic, nic_distance = nearest_nic(address, sysfs)
+    processes = ask("ComputeRunningProcesses") or ()
     used_bytes = None
     with suppress(nvml.NVMLError):
         used_bytes = driver.memory(nvml, handle).held_bytes
@@ -225,55 +219,9 @@ def _condition(nvml: Any, uuid: str, sysfs: Path) -> DeviceCondition:
         pcie_width_max=ask("MaxPcieLinkWidth"),
         pcie_generation=ask("CurrPcieLinkGeneration"),
         pcie_generation_max=ask("MaxPcieLinkGeneration"),
-        pci_address=address,
-        numa_node=_numa_node(sysfs / "bus/pci/devices" / address) if address else None,
-        nic=nic,
-        nic_distance=nic_distance,
         persistence_mode=_flag(ask("PersistenceMode")),
         temperature_c=ask("Temperature", driver.TEMPERATURE_GPU),
     )
-
-
-def nearest_nic(address: str, sysfs: Path) -> tuple[str, Nearness | None]:
-    """Return the NIC nearest to a PCI device, and the distance; InfiniBand ports that are up come before Ethernet.
-
-    The distance is None if sysfs shows neither a common path nor NUMA nodes.
-    """
-    device = sysfs / "bus/pci/devices" / address
-    if not address or not device.exists():
-        return "", None
-    ports = sorted(sysfs.glob("class/infiniband/*/ports/*"))
-    cards = [port.parents[1] for port in ports if "ACTIVE" in _read(port / "state")]
-    if not cards:
-        cards = [one for one in sorted(sysfs.glob("class/net/*")) if _read(one / "operstate") == "up"]
-    near = {card.name: _nearness(device, card / "device") for card in cards if _bridges(card / "device")}
-    known = sorted((NEARNESS.index(distance), name) for name, distance in near.items() if distance)
-    return (known[0][1], NEARNESS[known[0][0]]) if known else (min(near, default=""), None)
-
-
-def _nearness(one: Path, other: Path) -> Nearness | None:
-    """Return how near two PCI devices are. Devices below one root port share a switch, as the port has one link."""
-    pairs = zip(_bridges(one), _bridges(other), strict=False)
-    common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    if common:
-        return "switch" if common > 1 else "root"
-    nodes = _numa_node(one), _numa_node(other)
-    if None in nodes:
-        return None
-    return "node" if nodes[0] == nodes[1] else "across"
-
-
-def _bridges(device: Path) -> list[str]:
-    """Return the path from the host bridge down to the device; empty if the device is not on a PCI bus."""
-    parts = device.resolve().parts
-    start = next((index for index, part in enumerate(parts) if part.startswith("pci") and ":" in part), len(parts))
-    return [part for part in parts[start:] if ":" in part]
-
-
-def _numa_node(device: Path) -> int | None:
-    """Read a device's NUMA node; None if sysfs has -1, because the firmware names no node."""
-    text = _read(device / "numa_node")
-    return int(text) if text.isdecimal() else None
 
 
 def _holder(pid: int, used_bytes: int | None) -> Holder:

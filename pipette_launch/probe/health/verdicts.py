@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.facts import Device, Host
-from pipette_launch.facts.health import NEARNESS, DeviceCondition, Verdict, VerdictKind
+from pipette_launch.facts.health import DeviceCondition, Verdict, VerdictKind
 from pipette_launch.text import bytes_text, hertz_text, rate_text, seconds_text
 
 Matrix = NDArray[np.float64]
@@ -80,12 +80,6 @@ HELD_DOWN = {
 }
 """Reasons that hold a clock down. The set excludes settings of users (ApplicationsClocksSetting, SyncBoost,
 DisplayClockSetting), GpuIdle, and SwPowerCap, which a GPU under load reports all the time."""
-WAYS = {
-    "switch": "by a PCIe switch",
-    "root": "by the PCIe root",
-    "node": "over the NUMA node",
-    "across": "across the sockets",
-}
 
 
 class SlowLink(NamedTuple):
@@ -305,10 +299,9 @@ def _scatter(values: Vector, centre: float) -> float:
 
 
 class _PlacedDevice(NamedTuple):
-    """One device, with the name of its host and its index on this host."""
+    """One device, with the name of its host."""
 
     host: str
-    local_rank: int
     device: Device
     condition: DeviceCondition
 
@@ -333,14 +326,14 @@ def judge(hosts: Sequence[Host], conditions: Sequence[Sequence[DeviceCondition]]
     `conditions` has the driver reports by host, then by device in the order of the local ranks; empty = unknown.
     """
     devices = [
-        _PlacedDevice(host.name, index, *figures)
+        _PlacedDevice(host.name, *figures)
         for host, of_host in zip(hosts, conditions, strict=True)
-        for index, figures in enumerate(zip(host.devices, of_host, strict=False))
+        for figures in zip(host.devices, of_host, strict=False)
     ]
     found: list[Verdict] = []
     for name in dict.fromkeys(one.device.name for one in devices):
         peers = [one for one in devices if one.device.name == name]
-        for rule in (_throttled, _ecc, _rows, _nvlinks, _pcie, _nics, _busy):
+        for rule in (_throttled, _ecc, _rows, _nvlinks, _pcie, _busy):
             found += rule(peers)
     return faults_first(found)
 
@@ -497,19 +490,6 @@ def _pcie(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
             yield one.verdict(
                 "pcie", f"its slot allows PCIe generation {newest} at most", advice, f"generation {best:g}"
             )
-
-
-def _nics(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
-    """Report a device whose NIC is farther away than on other hosts; devices of one host may differ."""
-    known = [(one, NEARNESS.index(one.condition.nic_distance)) for one in peers if one.condition.nic_distance]
-    for local_rank in dict.fromkeys(one.local_rank for one, _ in known):
-        same = [(one, rank) for one, rank in known if one.local_rank == local_rank]
-        usual = statistics.median_low(rank for _, rank in same)
-        for one, rank in same:
-            if rank > usual:
-                figure = f"reaches its nearest NIC ({one.condition.nic}) {WAYS[NEARNESS[rank]]}"
-                advice = "check that its own NIC is up (ibstat, ip link)"
-                yield one.verdict("nic", figure, advice, f"theirs {WAYS[NEARNESS[usual]]}", is_sick=False)
 
 
 def _usual(peers: Sequence[_PlacedDevice], name: str) -> float | None:

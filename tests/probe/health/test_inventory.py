@@ -162,44 +162,18 @@ def test_slurm_names_the_switches_above_a_node(
     assert switches == inventory.switches(environ, hostname)
 
 
-def told(
-    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, sysfs: Path = Path("/nowhere")
-) -> tuple[DeviceCondition, ...]:
+def told(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> tuple[DeviceCondition, ...]:
     """Return the conditions of all GPUs of a machine."""
     install(monkeypatch, nvml)
     host = inventory.host(name="n", address="a", num_devices=nvml.num_gpus, device="cuda")
-    return inventory.conditions(host, sysfs=sysfs)
-
-
-def machine(tmp_path: Path, gpus: dict[str, str], nics: dict[str, str], nodes: dict[str, int]) -> Path:
-    """Make a sysfs with GPUs, InfiniBand ports and the NUMA nodes of root complexes."""
-    for address, way in gpus.items():
-        device = _device(tmp_path, f"{way}/{address}", nodes)
-        link = tmp_path / "bus/pci/devices" / address
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(device)
-    for name, way in nics.items():
-        device = _device(tmp_path, way, nodes)
-        port = tmp_path / "class/infiniband" / name / "ports/1"
-        port.mkdir(parents=True)
-        (port / "state").write_text("4: ACTIVE\n")
-        (port.parents[1] / "device").symlink_to(device)
-    return tmp_path
-
-
-def _device(root: Path, way: str, nodes: dict[str, int]) -> Path:
-    device = root / "devices" / way
-    device.mkdir(parents=True, exist_ok=True)
-    (device / "numa_node").write_text(f"{nodes[way.split('/', maxsplit=1)[0]]}\n")
-    return device
+    return inventory.conditions(host)
 
 
 def test_everything_that_nvml_tells_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An idle, healthy GPU in SI units; without sysfs no NIC is near."""
+    """An idle, healthy GPU in SI units."""
     (found,) = told(FakeNvml(1), monkeypatch)
-    address = "0000:10:00.0"
 
-    assert replace(HEALTHY, used_bytes=2 * GIB, pci_address=address, nic="", nic_distance=None) == found
+    assert replace(HEALTHY, used_bytes=2 * GIB) == found
 
 
 def test_what_a_device_does_not_support_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,57 +241,6 @@ def test_a_link_that_sleeps_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = told(nvml, monkeypatch)
 
     assert (2, 3) == (found.nvlinks_up, found.nvlinks_total)
-
-
-def test_the_nearest_nic_is_found_by_the_way_to_the_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Four GPUs: below the NIC's switch, at its root, in its NUMA node, and across the sockets."""
-    sysfs = machine(
-        tmp_path,
-        gpus={
-            "0000:10:00.0": "pci0000:0f/0000:0f:01.0/0000:0e:00.0",
-            "0000:20:00.0": "pci0000:0f/0000:0f:02.0",
-            "0000:30:00.0": "pci0000:2f/0000:2f:01.0",
-            "0000:40:00.0": "pci0000:8f/0000:8f:01.0",
-        },
-        nics={"mlx5_0": "pci0000:0f/0000:0f:01.0/0000:0e:01.0/0000:11:00.0"},
-        nodes={"pci0000:0f": 0, "pci0000:2f": 0, "pci0000:8f": 1},
-    )
-    found = told(FakeNvml(4), monkeypatch, sysfs)
-
-    assert ["switch", "root", "node", "across"] == [one.nic_distance for one in found]
-    assert {"mlx5_0"} == {one.nic for one in found}
-    assert [0, 0, 0, 1] == [one.numa_node for one in found]
-
-
-def test_a_port_that_is_down_is_no_nic(tmp_path: Path) -> None:
-    """Then the next NIC counts; without InfiniBand, an interface that is up counts."""
-    sysfs = machine(
-        tmp_path,
-        gpus={"0000:10:00.0": "pci0000:0f/0000:0f:01.0"},
-        nics={"mlx5_0": "pci0000:0f/0000:0f:01.0/0000:11:00.0", "mlx5_1": "pci0000:8f/0000:8f:01.0/0000:91:00.0"},
-        nodes={"pci0000:0f": 0, "pci0000:8f": 1},
-    )
-    (sysfs / "class/infiniband/mlx5_0/ports/1/state").write_text("1: DOWN\n")
-    assert ("mlx5_1", "across") == inventory.nearest_nic("0000:10:00.0", sysfs)
-
-    (sysfs / "class/infiniband/mlx5_1/ports/1/state").write_text("1: DOWN\n")
-    for name, state in (("eth0", "up"), ("eth1", "down"), ("lo", "up")):
-        (sysfs / "class/net" / name).mkdir(parents=True)
-        (sysfs / "class/net" / name / "operstate").write_text(state)
-    (sysfs / "class/net/eth0/device").symlink_to(sysfs / "devices/pci0000:0f/0000:0f:01.0/0000:11:00.0")
-    assert ("eth0", "switch") == inventory.nearest_nic("0000:10:00.0", sysfs)
-
-
-def test_without_numa_nodes_the_distance_is_not_told(tmp_path: Path) -> None:
-    """A virtual machine has -1 for all nodes, so the distance is unknown."""
-    sysfs = machine(
-        tmp_path,
-        gpus={"0000:10:00.0": "pci0000:0f/0000:0f:01.0"},
-        nics={"mlx5_0": "pci0000:8f/0000:8f:01.0/0000:91:00.0"},
-        nodes={"pci0000:0f": -1, "pci0000:8f": -1},
-    )
-
-    assert ("mlx5_0", None) == inventory.nearest_nic("0000:10:00.0", sysfs)
 
 
 def test_a_cpu_host_tells_nothing() -> None:

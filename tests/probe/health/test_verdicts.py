@@ -420,7 +420,6 @@ def test_a_sick_device_is_named(change: dict[str, object], kind: str, words: str
     ("change", "words"),
     [
         ({"ecc_aggregate": 2}, "2 uncorrected memory errors in its life, none since its driver was loaded"),
-        ({"nic_distance": "across"}, "reaches its nearest NIC (mlx5_0) across the sockets, its peers theirs by a PCIe"),
         (
             {"holders": (Holder(pid=7, name="dcgm", used_bytes=GIB),), "used_bytes": GIB},
             "process 7 (dcgm) holds 1.00 GiB",
@@ -436,20 +435,14 @@ def test_what_is_only_odd_is_a_note(change: dict[str, object], words: str) -> No
 
 
 def test_what_all_share_is_how_the_machines_are() -> None:
-    """A hot rack, 8 lanes, fewer NVLinks, far NICs: no fault if all devices share it."""
+    """A hot rack, 8 lanes, fewer NVLinks: no fault if all devices share it."""
     hot = judged(everywhere(clock_reasons=("SwThermalSlowdown",)))
     narrow = judged(everywhere(pcie_width=8))
 
     assert {False} == {verdict.is_sick for verdict in hot + narrow}
     assert 12 == len(hot + narrow)
     assert () == judged(everywhere(nvlinks_up=12))
-    assert () == judged(everywhere(nic_distance="across"))
     assert () == judged(everywhere(pcie_width=8, pcie_width_max=8, pcie_generation_max=4))
-
-
-def test_a_hosts_devices_may_lie_differently_by_design() -> None:
-    """Half of each host's GPUs are far from the NIC, on all hosts."""
-    assert () == judged({(host, 1): {"nic_distance": "across"} for host in range(3)})
 
 
 def test_unlike_devices_are_no_peers() -> None:
@@ -533,6 +526,6 @@ def test_a_host_of_slow_devices_is_one_verdict() -> None:
 def test_the_sick_come_first_and_once() -> None:
     """Notes follow faults, each in the order found, and duplicates are dropped."""
     sick = Verdict(kind="ecc", host="a", figure="x")
-    note = Verdict(kind="nic", host="b", figure="y", is_sick=False)
+    note = Verdict(kind="busy", host="b", figure="y", is_sick=False)
 
     assert (sick, note) == faults_first([note, sick, note])

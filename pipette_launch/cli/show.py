@@ -27,8 +27,6 @@ def _add_report_arguments(parser: ArgumentParser) -> None:
     add("file", metavar="FILE", type=Path, help="a plan of `pipette plan --out` or of a warm-up, or a cluster.json")
     add("--html", metavar="FILE", type=Path, help="write the plan's report as one HTML file, and print nothing")
     add("--trace", metavar="FILE", type=Path, help="write the plan's steps as a trace for Perfetto, and print nothing")
-    text = "--tensorboard-dir of a job with --profile --use-pytorch-profiler; --trace adds its measured passes"
-    add("--profile", metavar="DIR", type=Path, help=text)
     add("--cluster", metavar="FILE", type=Path, help="measurements of the plan (default: cluster.json beside the plan)")
     add("-q", "--quiet", action="store_true", help="print one line with a plan's choice and its saving")
     add("--json", action="store_true", help="check the file and print its document instead of a screen")
@@ -40,8 +38,6 @@ def _report(args: Namespace) -> int:
     from pipette_launch.report.measured import measured_screen
     from pipette_launch.report.plan import chosen_line, plan_file_screen
 
-    if args.profile is not None and args.trace is None:
-        raise UsageError("--profile adds measured passes to a trace; name the trace's file with --trace")
     if args.html is not None or args.trace is not None:
         _write(args)
         return 0
@@ -67,7 +63,7 @@ def _write(args: Namespace) -> None:
     found = found_files(args.file, args.cluster)
     if found.missing:
         sys.stderr.write(f"{printable(found.missing)}\n")
-    wanted = (("--html", args.html, page_of), ("--trace", args.trace, lambda found: trace_of(found, args.profile)))
+    wanted = (("--html", args.html, page_of), ("--trace", args.trace, trace_of))
     for flag, path, text_of in wanted:
         if path is not None:
             text = text_of(found)

@@ -1,4 +1,4 @@
-"""Results of a run: measured steps and memory, profiled passes, and the state of a running job."""
+"""Results of a run: measured steps and memory, and the state of a running job."""
 
 from __future__ import annotations
 
@@ -80,22 +80,6 @@ class Outcome:
         if peak is None or min(peak.measured_bytes, peak.predicted_bytes) <= 0:
             return None
         return math.log(peak.measured_bytes / peak.predicted_bytes)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProfiledRank:
-    """Forward and backward passes of one rank that a profiler measured, in order of start time."""
-
-    rank: int
-    world_size: int
-    kind_A: tuple[str, ...]
-    """Kind of each pass: `F` forward, `B` backward."""
-    start_s_A: tuple[float, ...]
-    """Start of each pass in seconds, by the clock of the rank's host."""
-    end_s_A: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "rank", "world_size", limit=0)
 
 
 STALE_S = 60.0

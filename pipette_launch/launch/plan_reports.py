@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipette_launch import megatron
-from pipette_launch.errors import ClusterError, FileFormatError, MegatronError, PipetteError, PlanError
+from pipette_launch.errors import ClusterError, PipetteError
 from pipette_launch.facts import Job, Measurements, Plan, files
-from pipette_launch.facts.outcome import Outcome, ProfiledRank
+from pipette_launch.facts.outcome import Outcome
 from pipette_launch.launch.cache import CLUSTER, OUTCOME, PLAN
 
 if TYPE_CHECKING:
@@ -24,11 +20,6 @@ if TYPE_CHECKING:
 
 PAGE = "report.html"
 TRACE = "trace.json"
-PASS = re.compile(r"megatron/core/pipeline_parallel/schedules\.py\(\d+\): (forward|backward)_step$", re.ASCII)
-LAUNCHES = ("cuda_runtime", "cuda_driver")
-MOST_BYTES = 2 << 30
-MOST_RANKS = 64
-_MOST_US = 1e18
 
 
 # -- the report ---------------------------------------------------------------------------------------------------
@@ -125,17 +116,11 @@ def page_of(found: PlanDocuments) -> str:
     return plan_page(found.plan, found.measurements, found.picture, found.outcome)
 
 
-def trace_of(found: PlanDocuments, profile: Path | None = None) -> str:
-    """Return the trace as JSON; `profile` is the folder of torch's profiler traces, or None for no measured passes.
-
-    Raises PipetteError if the profile cannot be read or is of another configuration, or the plan has no timeline.
-    """
+def trace_of(found: PlanDocuments) -> str:
+    """Return the trace as JSON."""
     from pipette_launch.report.trace import trace_text
 
-    if profile is not None and found.picture is None:
-        raise PlanError(f"there is no predicted timeline to compare the measured passes with: {found.missing}")
-    profiled = () if profile is None else read_profile(profile)
-    return trace_text(found.plan, found.measurements, found.picture, found.outcome, profiled)
+    return trace_text(found.plan, found.measurements, found.picture, found.outcome)
 
 
 def job_of(plan: Plan, measured: Measurements | None) -> Job:
@@ -163,94 +148,3 @@ def _picture(plan: Plan, measured: Measurements) -> Picture:
     from pipette_launch.planning.picture import picture_of
 
     return picture_of(plan, job_of(plan, measured), measured)
-
-
-# -- traces of torch's profiler -----------------------------------------------------------------------------------
-#
-# Megatron's `--profile --use-pytorch-profiler` records Python's calls (`with_stack`). Every pass is one call of
-# `forward_step` or `backward_step` in Megatron's schedules, timed on the CPU. On a GPU, a pass lasts from the first to
-# the last kernel that the call launched. The code for GPUs follows the format of torch's traces and is not tested.
-
-
-def read_profile(folder: Path) -> tuple[ProfiledRank, ...]:
-    """Read the newest trace of each rank in a folder, in the order of ranks.
-
-    Raises MegatronError for no or too many traces, and FileFormatError for a trace that has no passes or is damaged.
-    """
-    paths = sorted(folder.glob("*.pt.trace.json"), key=lambda path: path.stat().st_mtime)
-    if not 0 < len(paths) <= MOST_RANKS:
-        raise MegatronError(
-            f"{folder}: {len(paths)} files *.pt.trace.json, and 1 to {MOST_RANKS} are needed; name the "
-            f"--tensorboard-dir of a job that ran with --profile --use-pytorch-profiler"
-        )
-    found = {made.rank: made for made in map(_read, paths)}
-    return tuple(found[rank] for rank in sorted(found))
-
-
-def _read(path: Path) -> ProfiledRank:
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise FileFormatError(f"{path}: larger than {MOST_BYTES >> 30} GiB; profile fewer steps")
-        return profiled_rank(json.loads(path.read_bytes()))
-    except (OSError, ValueError, RecursionError) as error:
-        raise FileFormatError(f"{path}: cannot be read as a trace of torch's profiler ({error})") from error
-
-
-def profiled_rank(whole: Any) -> ProfiledRank:
-    """Return the passes in a trace; raises ValueError if the document is not a trace or has no passes."""
-    about = whole.get("distributedInfo") if isinstance(whole, Mapping) else None
-    if not isinstance(about, Mapping) or not all(type(about.get(name)) is int for name in ("rank", "world_size")):
-        raise ValueError("it does not name its rank")
-    events = whole.get("traceEvents")
-    lasting = [event for event in events if _lasts(event)] if isinstance(events, list) else []
-    calls = sorted(
-        (event["ts"], event["ts"] + event["dur"], found[1][0].upper())
-        for event in lasting
-        if (found := PASS.search(event["name"]))
-    )
-    if not calls:
-        raise ValueError("it has no forward_step or backward_step of Megatron's schedules")
-    spans = _on_device(lasting, [start for start, _, _ in calls], [end for _, end, _ in calls])
-    return ProfiledRank(
-        rank=about["rank"],
-        world_size=about["world_size"],
-        kind_A=tuple(kind for _, _, kind in calls),
-        start_s_A=tuple(start / 1e6 for start, _ in spans),
-        end_s_A=tuple(end / 1e6 for _, end in spans),
-    )
-
-
-def _lasts(event: Any) -> bool:
-    """Return whether an event of a trace is complete (`ph` is `X`) and has valid times."""
-    if not isinstance(event, Mapping) or event.get("ph") != "X" or not isinstance(event.get("name"), str):
-        return False
-    times = event.get("ts"), event.get("dur")
-    return all(isinstance(time, (int, float)) and 0 <= time < _MOST_US for time in times)
-
-
-def _on_device(
-    events: Sequence[Mapping[str, Any]], starts: Sequence[float], ends: Sequence[float]
-) -> list[tuple[float, float]]:
-    """Return start and end of each call's kernels on the GPU, or of the call itself if the trace has no kernels."""
-    call_of = {}
-    for event in events:
-        at = bisect_right(starts, event["ts"]) - 1
-        if event.get("cat") in LAUNCHES and at >= 0 and event["ts"] < ends[at]:
-            call_of[_correlation(event)] = at
-    first, last = [float("inf")] * len(starts), [0.0] * len(starts)
-    for event in events:
-        at = call_of.get(_correlation(event), -1) if event.get("cat") == "kernel" else -1
-        if at >= 0:
-            first[at] = min(first[at], event["ts"])
-            last[at] = max(last[at], event["ts"] + event["dur"])
-    if not any(last):
-        return [*zip(starts, ends, strict=True)]
-    begins = [start if kernel == float("inf") else kernel for start, kernel in zip(starts, first, strict=True)]
-    following = (*begins[1:], float("inf"))
-    return [(begin, max(min(end, after), begin)) for begin, end, after in zip(begins, last, following, strict=True)]
-
-
-def _correlation(event: Mapping[str, Any]) -> int | None:
-    about = event.get("args")
-    found = about.get("correlation") if isinstance(about, Mapping) else None
-    return found if isinstance(found, int) else None

@@ -10,7 +10,6 @@ import csv
 import io
 import itertools
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -66,11 +65,6 @@ SHORT_PARTS = {
 }
 """Names of a step's parts in narrow tables."""
 DEGREES = ("tp", "pp", "dp", "cp", "ep")
-CHART_ROWS, LEAST_CHART_WIDTH, MOST_CHART_WIDTH = 8, 40, 72
-MARKS = (("X", "chosen"), ("y", "yours"), ("o", "front"), ("+", "best of its degrees"))
-"""Marks of the chart, the most important first, and their meanings."""
-CHART_LINES, CHART_WIDTH = 11, 96
-"""A short screen on a terminal has a chart if the terminal has this number of further lines and of columns."""
 LEAST_ROWS = 2
 """Least number of rows of a listing: the chosen configuration and the user's own configuration."""
 MOST_REASONS = 5
@@ -129,8 +123,6 @@ def plan_file_screen(
     """
     setting, wide = plan.setting, columns(sys.stdout)
     where = _where(saved_to, drawn_to, otherwise="-v shows them, --out FILE keeps them")
-    height = shutil.get_terminal_size((80, 24)).lines - 1 if sys.stdout.isatty() else 0
-    has_chart = is_whole or (wide >= CHART_WIDTH and height >= MOST_LINES + CHART_LINES)
 
     def draw(most: int, has_gaps: bool) -> str:
         # A short screen omits the changes of flags, because the flags to paste below the frame show the same changes.
@@ -138,7 +130,7 @@ def plan_file_screen(
         sections: tuple[Section, ...] = (
             ("Job", _job(plan)),
             ("Machines", _machines(plan)),
-            *_choice(plan, wide - INDENT, most, top=top or min(most + 2, RANKED_ROWS), has_chart=has_chart),
+            *_choice(plan, wide - INDENT, most, top=top or min(most + 2, RANKED_ROWS)),
             ("Flags", flag_lines(setting.arguments, setting.new_arguments) if setting and shows_flags else ()),
             ("Dropped", _dropped(plan) if is_whole else ()),
             ("Notes", _notes(plan, where, most, counts_dropped=not is_whole)),
@@ -150,15 +142,15 @@ def plan_file_screen(
         pasted = paste_text(setting.arguments, setting.new_arguments, width=0 if is_whole else wide)
         return drawn + pasted + schedule_words(plan)
 
-    return _fitted(draw, is_whole=is_whole, most_lines=height if has_chart else MOST_LINES)
+    return _fitted(draw, is_whole=is_whole)
 
 
-def _fitted(draw: Callable[[int, bool], str], *, is_whole: bool, most_lines: int = MOST_LINES) -> str:
-    """Draw the whole screen, or the fullest short screen of at most `most_lines` lines."""
+def _fitted(draw: Callable[[int, bool], str], *, is_whole: bool) -> str:
+    """Draw the whole screen, or the fullest short screen of at most `MOST_LINES` lines."""
     drawn = ""
     for most, has_gaps in ((WHOLE, True),) if is_whole else LISTINGS:
         drawn = draw(most, has_gaps)
-        if drawn.count("\n") <= most_lines:
+        if drawn.count("\n") <= MOST_LINES:
             break
     return drawn
 
@@ -231,7 +223,7 @@ def rank_ranges(ranks: Sequence[int]) -> str:
     return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs)
 
 
-def _choice(plan: Plan, width: int, most: int, *, top: int = 0, has_chart: bool = False) -> tuple[Section, ...]:
+def _choice(plan: Plan, width: int, most: int, *, top: int = 0) -> tuple[Section, ...]:
     """Return the sections on choice and reasons, which the launcher's screen and the screen of a plan file share.
 
     With `top`, a plan with a ranked list shows `top` rows of the list instead of step times.
@@ -245,7 +237,6 @@ def _choice(plan: Plan, width: int, most: int, *, top: int = 0, has_chart: bool 
     return (
         ("Chosen", _chosen(plan, width, most)),
         ("Ranked", ranked_table(plan, width, top)) if is_ranked else ("Step time", _step_times(plan, most)),
-        ("Front", chart(plan, width) if is_ranked and has_chart else ()),
         ("Trials", _trials(plan, most)),
         ("Why", map(bullet, reasons)),
         ("Memory", _memory(plan.chosen, most)),
@@ -467,33 +458,6 @@ def figures(one: Ranked, *, is_short: bool = False) -> tuple[str, str, str, str]
         lost = f"{SHORT_PARTS.get(name, name) if is_short else name} {share:.0%}"
     at_least = "≥ " if one.is_bound else ""
     return f"{at_least}{seconds_text(one.step_time_s)}", bytes_text(one.need_bytes), mfu, lost
-
-
-def chart(plan: Plan, width: int) -> Iterator[Line]:
-    """Draw memory of the fullest device against step time, as characters. Several layouts can share a character."""
-    own = [] if plan.own_fault or plan.keeps_own or not plan.own.fits else [Ranked.of(plan.own)]
-    marked = (("+", plan.ranked), ("o", plan.front), ("y", own), ("X", [Ranked.of(plan.chosen)]))
-    points = [
-        (one.step_time_s, one.need_bytes, mark) for mark, several in marked for one in several if not one.is_bound
-    ]
-    times, sizes = [one[0] for one in points], [one[1] for one in points]
-    label = max(len(bytes_text(size)) for size in sizes)
-    cells = min(width - label - 2, MOST_CHART_WIDTH)
-    if cells < LEAST_CHART_WIDTH or len(plan.front) < 2 or max(times) == min(times):
-        return
-    rows = [[" "] * cells for _ in range(CHART_ROWS)]
-    for time_s, size, mark in points:
-        across = round((time_s - min(times)) / (max(times) - min(times)) * (cells - 1))
-        down = round((max(sizes) - size) / max(max(sizes) - min(sizes), 1) * (CHART_ROWS - 1))
-        rows[down][across] = mark
-    names = {0: bytes_text(max(sizes)), CHART_ROWS - 1: bytes_text(min(sizes))}
-    for number, row in enumerate(rows):
-        yield text(f"{names.get(number, ''):>{label}} │{''.join(row).rstrip()}", no_wrap=True)
-    left, right = seconds_text(min(times)), seconds_text(max(times))
-    yield text(f"{'':{label}} └{'─' * cells}", "dim", no_wrap=True)
-    yield text(f"{'':{label}}  {left}{right:>{cells - len(left)}}", no_wrap=True)
-    used = set(itertools.chain(*rows))
-    yield text(", ".join(f"{mark} {meaning}" for mark, meaning in MARKS if mark in used), "dim")
 
 
 def ranked_csv(plan: Plan) -> str:

@@ -15,20 +15,19 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from pipette_launch.errors import PlanError
 from pipette_launch.facts import Choice, ComputeTime, Links, Measurements, Plan
-from pipette_launch.facts.outcome import Outcome, ProfiledRank
+from pipette_launch.facts.outcome import Outcome
 from pipette_launch.planning.picture import DrawnStep, Picture
 from pipette_launch.text import rate_text, seconds_text
 
 Event: TypeAlias = dict[str, Any]
 Track: TypeAlias = tuple[int, int]  # Process and thread
 
-CHOSEN, PROFILED, OWN, STEPS, LAYERS, LINKS = range(1, 7)
+CHOSEN, OWN, STEPS, LAYERS, LINKS = range(1, 6)
 """Process numbers (`pid`) of the views in the trace."""
 PASSES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 MOST_PASSES = 10_000
-"""Most drawn passes over all ranks: the first and last passes of a predicted step, or the first ones of a profile."""
+"""Most drawn passes over all ranks: the first and last passes of a step."""
 MOST_TRACKS = 100
 """Largest number of tracks of layers. A track shows layers with the same sizes."""
 MOST_LINKS = 300
@@ -46,9 +45,8 @@ def trace_text(
     measurements: Measurements | None,
     picture: Picture | None,
     outcome: Outcome | None = None,
-    profiled: Sequence[ProfiledRank] = (),
 ) -> str:
-    """Return the trace of a plan as JSON text; raises PlanError if the profiled passes belong to another plan.
+    """Return the trace of a plan as JSON text.
 
     Without the `measurements` that priced the plan, layers and links are left out. Without a `picture`, the passes are
     left out. `outcome` belongs to the training; None without a training.
@@ -57,7 +55,6 @@ def trace_text(
     events: list[Event] = []
     if picture is not None:
         events += _step(CHOSEN, "chosen", plan.chosen, picture.chosen, left_out)
-        events += _profile(plan, picture.chosen, profiled)
         if picture.own is not None:
             events += _step(OWN, "yours", plan.own, picture.own, left_out)
     events += _steps(plan, outcome, left_out)
@@ -91,44 +88,6 @@ def _in_line(parts: Iterable[tuple[str, float, dict[str, object]]], kind: str, a
     for name, seconds, about in parts:
         yield _span(name, kind, at, start_s, start_s + seconds, **about)
         start_s += seconds
-
-
-def _profile(plan: Plan, step: DrawnStep, ranks: Sequence[ProfiledRank]) -> Iterator[Event]:
-    """Draw the last profiled step, one track for each rank, with passes in the predicted order."""
-    layout = plan.chosen.layout
-    if not ranks:
-        return
-    if not {"I", "W"}.isdisjoint(step.kind_A):
-        raise PlanError(f"{plan.chosen.schedule} splits backward passes, and the profile does not show their halves")
-    drawn = []
-    for one in ranks:
-        if one.world_size != layout.world_size or one.rank >= layout.world_size:
-            raise PlanError(
-                f"the profile is of rank {one.rank} of {one.world_size}, the plan of {layout.world_size} ranks"
-            )
-        stage = layout.cell_of(one.rank).pp
-        row = [index for index, rank in enumerate(step.rank_A) if rank == stage]
-        steps, rest = divmod(len(one.kind_A), len(row))
-        if rest or not steps:
-            passes = f"{len(one.kind_A)} passes, not a multiple of the {len(row)} in a step of {layout.words()}"
-            raise PlanError(f"rank {one.rank} was profiled with {passes}: the profile is of another configuration")
-        drawn.append((one, stage, row, steps))
-    begins_s = min(one.start_s_A[(steps - 1) * len(row)] for one, _, row, steps in drawn)
-    most = max(steps for *_, steps in drawn)
-    yield _view(PROFILED, f"measured, the last of {most} steps under torch's profiler, which slows the host")
-    for tid, (one, stage, row, steps) in enumerate(drawn, 1):
-        yield _track((PROFILED, tid), f"pipeline rank {stage}, RANK {one.rank}")
-        # Match the k-th measured forward of a rank to its k-th predicted forward, and backwards in the same way.
-        predicted = {kind: iter([index for index in row if step.kind_A[index] == kind]) for kind in "FB"}
-        first = (steps - 1) * len(row)
-        for place in range(first, first + min(len(row), MOST_PASSES // len(drawn))):
-            kind = one.kind_A[place]
-            index = next(predicted[kind], None)
-            if index is None:
-                raise PlanError(f"a step of rank {one.rank} has other passes than the plan: of another configuration")
-            span_s = (max(end_s - begins_s, 0.0) for end_s in (one.start_s_A[place], one.end_s_A[place]))
-            name = f"{PASSES[kind]} {step.microbatch_A[index]}"
-            yield _span(name, "pass", (PROFILED, tid), *span_s, stage=step.stage_A[index])
 
 
 def _step(pid: int, whose: str, choice: Choice, step: DrawnStep, left_out: list[str]) -> Iterator[Event]:

@@ -44,7 +44,6 @@ from pipette_launch.facts.outcome import LiveJob, Outcome, PeakReading
 from pipette_launch.facts.plan import Shortage
 from pipette_launch.facts.prediction import Explained, Explanation
 from pipette_launch.facts.schedule import ScheduleFile, one_forward_one_backward
-from pipette_launch.launch.plan_reports import read_profile
 from pipette_launch.launch.training import OutcomeTracker
 from pipette_launch.megatron import read_job
 from pipette_launch.megatron.flags import Arguments
@@ -233,12 +232,6 @@ def _tokenizer(data: bytes) -> None:
                 read_vocabulary(Arguments.parse(words, "0.16.1"))
 
 
-def _profile(data: bytes) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        Path(name, "a.pt.trace.json").write_bytes(data)
-        read_profile(Path(name))
-
-
 def _log(data: bytes) -> None:
     text = data.decode(errors="replace")
     tracker = OutcomeTracker("0123456789abcdef", CHOICE)
@@ -342,7 +335,6 @@ READERS: dict[str, Reader] = {
     "checkpoint": _checkpoint,
     "tokenizer": _tokenizer,
     "log": _log,
-    "profile": _profile,
     "machines": _machines,
     "rendezvous": _rendezvous,
     "slurm": _slurm,

@@ -1,4 +1,4 @@
-"""The ranked list of a plan as a table, a chart of characters and CSV."""
+"""The ranked list of a plan as a table and CSV."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from screens import NEW, OLD, RATE, choice, plan
 from pipette_launch.facts import Layout, Plan, Setting
 from pipette_launch.facts.layout import Recompute
 from pipette_launch.facts.plan import Ranked
-from pipette_launch.report.plan import chart, difference, figures, ranked_csv
+from pipette_launch.report.plan import difference, figures, ranked_csv
 
 FIRST = Layout(tp=2, pp=2, dp=2, vpp=4, micro_batch_size=4, sequence_parallel=True, use_distributed_optimizer=True)
 
@@ -68,17 +68,6 @@ def test_a_bound_is_marked() -> None:
     """A lower bound has a sign before it, and no longest part."""
     assert ("≥ 2.00 s", "4.00 GiB", "48%", "") == figures(listed(FIRST, 2.0, 4.0, is_bound=True, breakdown_s={}))
     assert ("1.00 s", "4.00 GiB", "48%", "bubble 15%") == figures(listed(FIRST, 1.0, 4.0))
-
-
-def test_the_chart_places_layouts_by_step_and_memory() -> None:
-    """The chosen layout is at the upper left, and the leanest layout at the lower right."""
-    lines = [str(line) for line in chart(ranked_plan(), 60)]
-
-    assert "6.00 GiB │X" + 48 * " " + "y" == lines[0]
-    assert "2.00 GiB │" + 49 * " " + "o" == lines[7]
-    assert lines[9].split() == ["1.00", "s", "2.00", "s"]
-    assert "X chosen, y yours, o front" == lines[10]
-    assert [] == list(chart(ranked_plan(), 30))
 
 
 def test_csv_has_a_row_for_each_layout_with_flags() -> None:

@@ -6,18 +6,15 @@ import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from pages import Drawn, drawn, many_hosts
 
-from pipette_launch.errors import PlanError
 from pipette_launch.facts import Samples
-from pipette_launch.facts.outcome import ProfiledRank
 from pipette_launch.planning.picture import DrawnStep, Picture
-from pipette_launch.report.trace import CHOSEN, LAYERS, LINKS, OWN, PROFILED, STEPS, trace_text
+from pipette_launch.report.trace import CHOSEN, LAYERS, LINKS, OWN, STEPS, trace_text
 
 MOST_BYTES = 5_000_000
 US = 1e6
@@ -177,52 +174,3 @@ def test_what_is_left_out_is_said() -> None:
         assert words in said
     assert 401.0 * US == max(event["ts"] + event["dur"] for event in lasting(document, CHOSEN))
     assert ranks == sum(event["cat"] == "left out" for event in lasting(document, CHOSEN))
-
-
-def profiled(found: Drawn, *, rank: int, steps: int, slower: float) -> ProfiledRank:
-    """So many steps of a rank as they were predicted, each pass so many times as long."""
-    step, layout = found.picture.chosen, found.plan.chosen.layout
-    row = [index for index, one in enumerate(step.rank_A) if one == layout.cell_of(rank).pp]
-    starts = [slower * (each * step.total_s + step.start_s_A[index]) for each in range(steps) for index in row]
-    ends = [slower * (each * step.total_s + step.end_s_A[index]) for each in range(steps) for index in row]
-    return ProfiledRank(
-        rank=rank,
-        world_size=layout.world_size,
-        kind_A=tuple(step.kind_A[index] for index in row) * steps,
-        start_s_A=tuple(start + 1e6 for start in starts),
-        end_s_A=tuple(end + 1e6 for end in ends),
-    )
-
-
-def test_profiled_passes_stand_beside_the_predicted_ones() -> None:
-    """Of the last step: under the names of the predicted passes, from the first pass of all ranks on."""
-    found = drawn()
-    ranks = [profiled(found, rank=rank, steps=3, slower=2.0) for rank in (0, found.plan.chosen.layout.world_size - 1)]
-    document = json.loads(trace_text(found.plan, found.measurements, found.picture, None, ranks))
-    check(document)
-
-    for tid, one in enumerate(ranks, 1):
-        stage = found.plan.chosen.layout.cell_of(one.rank).pp
-        measured = [event for event in lasting(document, PROFILED) if event["tid"] == tid]
-        predicted = [
-            event for event in lasting(document, CHOSEN) if event["tid"] == stage + 1 and event["cat"] == "pass"
-        ]
-        assert [event["name"] for event in predicted] == [event["name"] for event in measured]
-        assert [2 * event["dur"] for event in predicted] == pytest.approx([event["dur"] for event in measured], abs=0.2)
-    first = found.picture.chosen.start_s_A[found.picture.chosen.rank_A.index(0)]
-    assert 0 == pytest.approx(min(event["ts"] for event in lasting(document, PROFILED)) / US, abs=1e-6 + first)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda one: replace(one, world_size=64), "the profile is of rank 0 of 64"),
-        (lambda one: replace(one, kind_A=one.kind_A[:-1]), "the profile is of another configuration"),
-        (lambda one: replace(one, kind_A=("F",) * len(one.kind_A)), "has other passes than the plan"),
-    ],
-)
-def test_the_profile_of_another_job_is_refused(change: Callable[[ProfiledRank], ProfiledRank], words: str) -> None:
-    """Its passes would stand beside predictions of others."""
-    found = drawn()
-    with pytest.raises(PlanError, match=words):
-        trace_text(found.plan, None, found.picture, None, [change(profiled(found, rank=0, steps=1, slower=1.0))])

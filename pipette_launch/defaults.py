@@ -84,7 +84,6 @@ SIGNALLED_S = Deadline(5.0, "a console that takes no output, after a signal", "t
 MEMORY_FREE_S = Deadline(50.0, "devices to release the memory of ended workers", "a warning, and the job goes on")
 RECIPE_S = Deadline(600.0, "a recipe of Megatron-Bridge to make its configuration", "the job is not planned")
 FILES_S = Deadline(60.0, "files that a launcher still writes at its end", "a line says that files are missing")
-FLUSH_S = Deadline(5.0, "the OpenTelemetry collector at the end of a job", "the last spans are lost")
 
 # Warm-up. A wait adds the time that the awaited phase may still take.
 START_S = Deadline(

@@ -24,7 +24,7 @@ from pipette_launch.agent import rendezvous, rendezvous_handler, signals, signat
 from pipette_launch.agent.elastic import PipetteAgent
 from pipette_launch.errors import ClusterError, UsageError
 from pipette_launch.launch.cache import default_root
-from pipette_launch.launch.metrics import MetricsFile, Spans
+from pipette_launch.launch.metrics import MetricsFile
 from pipette_launch.launch.node_controller import FileWriter, NodeController, PrivateFolder
 from pipette_launch.launch.options import Options
 
@@ -38,7 +38,6 @@ def launch(args: Namespace, options: Options, *, advice: str = "") -> None:
     """Run a job; return if the job succeeded, else raise as torchrun does. `advice` ends errors about missing nodes."""
     folder = PrivateFolder()
     metrics = MetricsFile(options.metrics_file, script=options.script, keeps=not options.only_looks)
-    spans = Spans(os.environ)
     has_failed = True
     writer = FileWriter()
     metrics.begin()
@@ -51,7 +50,6 @@ def launch(args: Namespace, options: Options, *, advice: str = "") -> None:
                 least_nodes=settings.least_nodes,
                 node_rank=settings.node_rank,
                 metrics=metrics,
-                spans=spans,
                 writer=writer,
             ),
             advice=advice,
@@ -61,7 +59,6 @@ def launch(args: Namespace, options: Options, *, advice: str = "") -> None:
     finally:
         writer.submit(partial(metrics.ended, failed=has_failed))
         writer.finish()
-        spans.end()
         folder.remove()
 
 

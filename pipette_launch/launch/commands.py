@@ -17,7 +17,6 @@ from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.messages import Decision
 from pipette_launch.launch.options import Options
 from pipette_launch.probe.messages import TINY_BYTES, LinksOrder, WarmupOrder
-from pipette_launch.report.plan import chosen_line
 
 SIZE_LIMITS_BYTES = {"cpu": (64 << 10, 2 << 20), "cuda": (1 << 20, 64 << 20)}
 """(smallest, largest) size in bytes of a measured message. Latency dominates smaller messages, and larger messages are
@@ -26,8 +25,6 @@ LEAST_REACH = 32
 """Least ratio of the largest message size to the smallest; a fit of latency and bandwidth needs distant sizes."""
 ADVISER = f"{__package__}.measuring_advice"
 PATCH_RUNNER = "pipette_patches.run"
-WANDB_NOTES = "WANDB_NOTES"
-NOTES_HEAD = "pipette-launch: "
 SCHEDULES = "schedules"
 """Name of the patch that runs pipeline schedules which Megatron lacks."""
 
@@ -146,7 +143,7 @@ def training(
     """
     head = list(script.arguments[: len(script.arguments) - len(options.script_arguments)])
     tail = list(options.script_arguments if decision.script_arguments is None else decision.script_arguments)
-    patches, environment = decision.patches, {**_wandb_notes(decision, options), **decision.environment}
+    patches, environment = decision.patches, decision.environment
     if decision.choice is not None and decision.choice.order is not None:
         path = folder() / "schedule.json"
         files.write(path, decision.choice.order)
@@ -157,15 +154,3 @@ def training(
         named = [word for name in patches for word in ("--patch", name)]
         head = [unbuffered, "-m", PATCH_RUNNER, *named, "--", *module_or_file]
     return replace(script, arguments=(*head, *tail), environment=environment)
-
-
-def _wandb_notes(decision: Decision, options: Options) -> dict[str, str]:
-    """Return the variable from which `wandb.init` reads its notes, so that Megatron's W&B run shows the plan's name."""
-    plan, choice = decision.plan, decision.choice
-    wants = any(word.partition("=")[0] == "--wandb-project" for word in options.script_arguments)
-    # The agent's environment may still hold the launcher's notes of the last attempt.
-    is_users = not os.environ.get(WANDB_NOTES, NOTES_HEAD).startswith(NOTES_HEAD)
-    if plan is None or decision.phase != "train" or not wants or is_users:
-        return {}
-    runs = replace(plan, chosen=choice or plan.own, keeps_own=choice is None)
-    return {WANDB_NOTES: f"{NOTES_HEAD}{chosen_line(runs)}"}

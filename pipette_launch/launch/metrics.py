@@ -1,4 +1,4 @@
-"""The state of a running job in files and spans: a JSON document, Prometheus text, and OpenTelemetry.
+"""The state of a running job in files: a JSON document, and Prometheus text.
 
 The deciding node writes the document `live-job` into the job's folder of the cache, and beside the Prometheus file that
 the user named. `pipette watch` reads this document, and the Prometheus file has the same values for node_exporter's
@@ -11,15 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any, NamedTuple
 
 from pipette_launch import __version__
-from pipette_launch.defaults import FLUSH_S
 from pipette_launch.errors import FileFormatError, UsageError
 from pipette_launch.facts import Measurements, files
 from pipette_launch.facts.health import Verdict
@@ -44,7 +42,6 @@ OF_ATTEMPT = (*MEASURED, "warmup_phase", "warmup_done", "warmup_total", "warmup_
 """Fields of the document that are emptied at the start of each phase of the job."""
 EMPTY = LiveJob(read_s=0.0, written_s=0.0)
 ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
-ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 
 class MetricsFile:
@@ -267,54 +264,6 @@ def _measured(job: LiveJob) -> Iterator[Family]:
     yield Family(
         "measured_memory_bytes", "Highest memory peak among the ranks that were read.", job.measured_memory_bytes
     )
-
-
-# -- OpenTelemetry ------------------------------------------------------------------------------------------------
-
-
-class Spans:
-    """Sends a span for each phase of the job. Without an endpoint, OpenTelemetry is not imported."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._is_wanted = any(environ.get(name) for name in ENDPOINTS)
-        self._provider: Any = None
-        self._span: Any = None
-
-    def begin(self, decision: Decision) -> None:
-        """End the last span, and begin the span of a decision's phase."""
-        self._end_span()
-        if self._is_wanted and (self._provider is not None or self._connect()):
-            attributes: dict[str, str | int | float] = {"pipette.nodes": len(decision.hosts)}
-            runs = decision.choice or (decision.plan.own if decision.plan else None)
-            if runs is not None:
-                attributes |= {"pipette.layout": runs.layout.words(), "pipette.predicted_step_s": runs.step_time_s}
-            self._span = self._provider.get_tracer("pipette_launch").start_span(decision.key, attributes=attributes)
-
-    def end(self) -> None:
-        """End the last span, and send all remaining spans."""
-        self._end_span()
-        if self._provider is not None:
-            self._provider.force_flush(round(1000 * FLUSH_S))
-
-    def _end_span(self) -> None:
-        if self._span is not None:
-            self._span.end()
-            self._span = None
-
-    def _connect(self) -> bool:
-        """Make a tracer provider that no other code of this process uses; return false if packages are missing."""
-        try:
-            exporter = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter").OTLPSpanExporter()
-            sdk, export = import_module("opentelemetry.sdk.trace"), import_module("opentelemetry.sdk.trace.export")
-            resource = import_module("opentelemetry.sdk.resources").Resource.create({"service.name": "pipette-launch"})
-        except ImportError:
-            self._is_wanted = False
-            packages = "opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http"
-            logger.warning("an OTLP endpoint is set, but no spans are sent: install %s", packages)
-            return False
-        self._provider = sdk.TracerProvider(resource=resource)
-        self._provider.add_span_processor(export.BatchSpanProcessor(exporter))
-        return True
 
 
 MOST_STEPS = 40

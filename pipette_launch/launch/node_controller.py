@@ -25,7 +25,7 @@ from pipette_launch.launch.cache import CLUSTER, OUTCOME, Cache
 from pipette_launch.launch.commands import WorkerCommand
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.hosts import described
-from pipette_launch.launch.metrics import MetricsFile, Spans
+from pipette_launch.launch.metrics import MetricsFile
 from pipette_launch.launch.options import Options
 from pipette_launch.launch.plan_reports import add_outcome, existing_page
 from pipette_launch.launch.terminal import HEAD, Terminal, parts_words
@@ -108,7 +108,6 @@ class NodeController:
         least_nodes: int,
         node_rank: int,
         metrics: MetricsFile,
-        spans: Spans,
         writer: FileWriter,
     ) -> None:
         """Take the job's settings: `least_nodes` is MIN of --nnodes, and `node_rank` is -1 without --node-rank."""
@@ -116,7 +115,7 @@ class NodeController:
         self._unwritten: list[Callable[[], None]] = []
         """Functions that write files after the next decision has reached the other nodes."""
         self._options = options
-        self._metrics, self._spans = metrics, spans
+        self._metrics = metrics
         self._least_nodes, self._node_rank = least_nodes, node_rank
         self._folder = folder
         self._token = uuid.uuid4().hex
@@ -223,7 +222,6 @@ class NodeController:
         self._metrics.decided(decision, self._coordinator.planner.cache if speaks else self._cache, decides=speaks)
         if not speaks:
             return
-        self._spans.begin(decision)
         try:
             self._terminal.tell(decision, self._coordinator.planner.measurements, self._cache)
             if decision.phase == "trial":

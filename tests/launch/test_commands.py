@@ -98,25 +98,6 @@ def test_arguments_are_exchanged() -> None:
     assert {"A": "1"} == command.environment
 
 
-def test_a_run_of_wandb_says_which_plan_it_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The notes of the run name the plan, if the user asks for W&B and has no notes of their own."""
-    asked = replace(OPTIONS, script_arguments=("--wandb-project", "p"))
-    words = ("-u", "train.py", "--wandb-project", "p")
-    planned = replace(DECISION, plan=plan(Layout(pp=2), hosts=("a",)))
-    monkeypatch.delenv("WANDB_NOTES", raising=False)
-
-    def notes(decision: Decision, options: Options) -> str | None:
-        return training(decision, options, script(*words), folder=nowhere).environment.get("WANDB_NOTES")
-
-    assert str(notes(planned, asked)).startswith("pipette-launch: tp1 pp2 dp1 mbs1, 1f1b, ")
-    assert str(notes(replace(planned, attempt=9), asked)).startswith("pipette-launch: your own configuration: ")
-    assert (None, None) == (notes(planned, OPTIONS), notes(replace(planned, phase="trial"), asked))
-    monkeypatch.setenv("WANDB_NOTES", "pipette-launch: of an attempt before")
-    assert notes(planned, asked)
-    monkeypatch.setenv("WANDB_NOTES", "mine")
-    assert notes(planned, asked) is None
-
-
 def test_patches_go_before_the_script() -> None:
     """The wrapper runs the script, or the module, with the same words."""
     patched = replace(DECISION, patches=("cpu_backend",))

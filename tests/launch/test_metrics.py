@@ -1,17 +1,14 @@
-"""The Prometheus file, the document beside it, and spans."""
+"""The Prometheus file and the document beside it."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 from launch.worlds import plan, records
@@ -29,7 +26,6 @@ from pipette_launch.launch.metrics import (
     ALIVE_S,
     KEPT,
     MetricsFile,
-    Spans,
     Watched,
     document_at,
     metrics_text,
@@ -283,87 +279,6 @@ def test_without_the_flag_nothing_is_written(tmp_path: Path, monkeypatch: pytest
     metrics.ended(failed=False)
 
     assert [] == list(tmp_path.iterdir())
-
-
-ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"}
-
-
-class Recorder:
-    """A fake tracer provider that records its calls."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def add_span_processor(self, _: object) -> None:
-        """Take it."""
-
-    def get_tracer(self, _: str) -> Recorder:
-        """One tracer is enough."""
-        return self
-
-    def start_span(self, name: str, attributes: dict[str, Any]) -> SimpleNamespace:
-        """Note the beginning, and at its call the end."""
-        self.seen.append(f"{name} {attributes}")
-        return SimpleNamespace(end=lambda: self.seen.append(f"end of {name}"))
-
-    def force_flush(self, _: int) -> None:
-        """Note it."""
-        self.seen.append("flush")
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """OpenTelemetry as far as it is used, its provider a recorder."""
-    made = Recorder()
-    for name, content in {
-        "opentelemetry.exporter.otlp.proto.http.trace_exporter": {"OTLPSpanExporter": object},
-        "opentelemetry.sdk.trace": {"TracerProvider": lambda **_: made},
-        "opentelemetry.sdk.trace.export": {"BatchSpanProcessor": lambda _: None},
-        "opentelemetry.sdk.resources": {"Resource": SimpleNamespace(create=dict)},
-    }.items():
-        module = ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
-    return made
-
-
-def test_each_phase_has_a_span(recorder: Recorder) -> None:
-    """Each span ends where the next begins. The last one ends with the job, which then sends the rest."""
-    spans = Spans(ENDPOINT)
-    spans.begin(replace(TRAINING, phase="warmup", plan=None))
-    spans.begin(TRAINING)
-    spans.end()
-
-    about = {"nodes": 2, "layout": RATED.chosen.layout.words(), "predicted_step_s": RATED.chosen.step_time_s}
-    attributes = {f"pipette.{name}": value for name, value in about.items()}
-    assert [
-        "warmup {'pipette.nodes': 2}",
-        "end of warmup",
-        f"train {attributes}",
-        "end of train",
-        "flush",
-    ] == recorder.seen
-
-
-def test_without_an_endpoint_nothing_happens(recorder: Recorder) -> None:
-    """It makes no difference if it is installed."""
-    spans = Spans({})
-    spans.begin(TRAINING)
-    spans.end()
-
-    assert [] == recorder.seen
-
-
-def test_what_is_missing_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """With what to install; the job goes on."""
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    spans = Spans(ENDPOINT)
-    spans.begin(TRAINING)
-    spans.begin(TRAINING)
-    spans.end()
-
-    assert 1 == len(caplog.records)
-    assert "install opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http" in caplog.records[0].message
 
 
 def kept(root: Path, *, decides: bool = True, now_s: float = 1000.0) -> MetricsFile:

@@ -22,7 +22,7 @@ from pipette_launch.facts.outcome import LiveJob, Outcome
 from pipette_launch.launch import terminal
 from pipette_launch.launch.commands import WorkerCommand, links_options
 from pipette_launch.launch.hosts import described
-from pipette_launch.launch.metrics import MetricsFile, Spans
+from pipette_launch.launch.metrics import MetricsFile
 from pipette_launch.launch.node_controller import FileWriter, NodeController, PrivateFolder
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.messages import LinksOrder
@@ -46,7 +46,6 @@ def begun(folder: Path, **changes: Any) -> NodeController:
         least_nodes=1,
         node_rank=-1,
         metrics=MetricsFile(asked.metrics_file),
-        spans=Spans({}),
         writer=WRITER,
     )
     made.describe(SCRIPT, num_slots=2, address="127.0.0.1", interruption=KeyError)

@@ -69,25 +69,8 @@ def endpoint_of(args: Namespace) -> Endpoint:
     try:
         return Endpoint(*parse_rendezvous_endpoint(text, default_port=C10D_PORT), flag)
     except ValueError as error:
-        raise UsageError(_refused(args, flag, text, str(error))) from error
-
-
-def _refused(args: Namespace, flag: str, text: str, error: str) -> str:
-    """Return a sentence about an endpoint that torch refuses with `error`."""
-    if flag == ADDRESS:
-        if "port number" in error:
-            return f"--master-port {args.master_port}: a port is a number from 1 to 65535"
-        text = str(args.master_addr)
-    if not (text.rpartition(":")[0] if flag == ENDPOINT else text):
-        return f"{flag} {text or repr(text)}: the host is missing; an unset variable of the shell leaves it empty"
-    if "[" in text:
-        return (
-            f"{flag} {text}: one host is needed, not a list of nodes; take the first that "
-            "scontrol show hostnames $SLURM_JOB_NODELIST prints"
-        )
-    if "://" in text:
-        return f"{flag} {text}: leave out {text.partition('://')[0]}://, the host alone is needed"
-    return f"{flag} {text}: {error}"
+        why = str(error).rstrip(".")
+        raise UsageError(f"{flag} {text}: {why}; give the name or address of the first node") from error
 
 
 def connect_seconds(args: Namespace) -> int:

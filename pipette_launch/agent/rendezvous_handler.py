@@ -8,17 +8,14 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import os
-import pwd
 import re
 import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, api
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
@@ -39,10 +36,6 @@ FOREIGN_S = 30.0
 """Seconds between two attempts while another program holds the port: each attempt leaves a thread of torch behind."""
 PAUSE_S = 1.0
 NO_STORE = "what listens there does not answer as a rendezvous of torch"
-LISTENS = "0A"
-"""Code of a listening socket in /proc/net/tcp."""
-LAUNCHERS = ("pipette-launch", "pipette_launch", "torchrun", "torch.distributed")
-MOST_LETTERS = 120
 FIRST_LINE_S = 15.0
 """Seconds until a node prints the first line about missing nodes."""
 LINE_GROWTH = 4
@@ -137,15 +130,12 @@ def _unready(host: str, port: int, settings: RendezvousSettings) -> str:
     except TimeoutError:
         return "no answer"
     except (OSError, UnicodeError) as error:
-        if settings.may_host_store and _owners(port) and not holder(port)[1]:
-            # A program listens on another address of this machine, so no store can open on this port.
-            raise ClusterError(port_held(port, settings)) from error
         return str(getattr(error, "strerror", None) or error)
     if answers(Member(token="rendezvous", address=host, port=port, node_rank=-1), within_s=HOST_SILENCE_S):  # noqa: S106
         return ""
     if settings.may_host_store:
         raise ClusterError(port_held(port, settings))
-    return f"{NO_STORE} ({holder(port)[0]})" if settings.is_here else NO_STORE
+    return NO_STORE
 
 
 def advice(settings: RendezvousSettings, environ: Mapping[str, str]) -> str:
@@ -185,48 +175,18 @@ def explained(error: Exception, settings: RendezvousSettings) -> str:
 
 def port_held(port: int, settings: RendezvousSettings) -> str:
     """Return a sentence about a port that another process holds."""
-    who, is_launcher = holder(port)
     flag = "--master-port" if settings.flag == ADDRESS else settings.flag
     cure = f"end it, or give another port with {flag}, the same on every node"
-    if is_launcher and settings.most_nodes == 1:
+    if settings.most_nodes == 1:
         cure = f"a job of --nnodes 1 has one launcher; if that process belongs to another job, {cure}"
-    elif is_launcher and settings.node_rank >= 0:
+    elif settings.node_rank >= 0:
         cure = f"if it is this job's first node, give this launcher another --node-rank; if not, {cure}"
-    return f"port {port} of this machine is held by {who}; {cure}{settings.advice}"
+    return f"{port_words(port)}; {cure}{settings.advice}"
 
 
-def holder(port: int) -> tuple[str, bool]:
-    """Return the process that holds a TCP port, as far as /proc shows this process, and True if it is a launcher."""
-    with suppress(OSError, psutil.Error):
-        for one in sorted(psutil.net_connections("tcp"), key=lambda one: one.status != psutil.CONN_LISTEN):
-            if one.pid and one.laddr and one.laddr.port == port:
-                return _described(one.pid)
-    users = _owners(port)
-    return (f"a process of user {', '.join(sorted(users))}" if users else "another process"), False
-
-
-def _described(pid: int) -> tuple[str, bool]:
-    process = psutil.Process(pid)
-    command = " ".join(process.cmdline()) or process.name()
-    is_launcher = any(name in command for name in LAUNCHERS)
-    shown = command if len(command) <= MOST_LETTERS else f"{command[:MOST_LETTERS]}..."
-    return f"process {pid} of user {process.username()} ({shown})", is_launcher
-
-
-def _owners(port: int) -> set[str]:
-    """Return the users whose sockets listen on a port; the kernel shows these users to every user."""
-    found: set[str] = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == LISTENS:
-                    user = int(fields[7])
-                    try:
-                        found.add(pwd.getpwuid(user).pw_name)
-                    except KeyError:
-                        found.add(str(user))
-    return found
+def port_words(port: int) -> str:
+    """Return a clause about a port that another process holds, with the command that names the process."""
+    return f"port {port} of this machine is held by another process (ss -ltnp names it)"
 
 
 class Waiting:

@@ -135,8 +135,7 @@ def _metrics_file(text: str) -> Path | None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `pipette-launch`; exits as torchrun would."""
     try:
-        # A job without jinja2 has no report, and the launcher prints a warning.
-        check_installed(but=frozenset({"jinja2"}))
+        check_installed()
     except PipetteError as error:
         _exit_with(error)
     with _without_collections(), _without_torch_warnings():

@@ -11,7 +11,6 @@ from pipette_launch import __version__, errors
 from pipette_launch.cli import jobs, plan, show
 from pipette_launch.cli.flags import EXAMPLE_ARGS, Subcommand, flag_of
 from pipette_launch.errors import MegatronError, OptionError, PipetteError, UsageError
-from pipette_launch.installed import explained_import_error
 from pipette_launch.text import did_you_mean, escape_log_lines, printable
 
 BAD_INPUT = (UsageError, MegatronError, errors.FactError, errors.FileFormatError, errors.ClusterError)
@@ -140,10 +139,7 @@ def _run(words: Sequence[str]) -> int:
             raise UsageError(f"unknown command {words[0]}; {hint}")
         _check_flags(command_parsers(whole)[words[0]], words)
     args = whole.parse_args(words)
-    try:
-        return COMMANDS[args.command].run(args)
-    except ModuleNotFoundError as error:
-        raise explained_import_error(error) from error
+    return COMMANDS[args.command].run(args)
 
 
 def _check_flags(parser: ArgumentParser, words: Sequence[str]) -> None:

@@ -50,7 +50,7 @@ def add_outcome(path: Path | None, outcome: Outcome) -> str:
         after = with_outcome(before, outcome)
         if after != before:
             files.write_text(path, after)
-    except (OSError, UnicodeDecodeError, PipetteError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         return f"{path} does not show the outcome: {error}"
     return ""
 
@@ -110,7 +110,7 @@ def found_files(path: Path, cluster: Path | None) -> PlanDocuments:
 
 
 def page_of(found: PlanDocuments) -> str:
-    """Return the report as HTML; raises PipetteError if jinja2 is not installed."""
+    """Return the report as HTML."""
     from pipette_launch.report.page.page import plan_page
 
     return plan_page(found.plan, found.measurements, found.picture, found.outcome)

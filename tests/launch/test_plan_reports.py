@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,15 +54,6 @@ def test_a_report_that_cannot_be_changed_is_told(tmp_path: Path) -> None:
     assert f"{path} does not show the outcome: " in add_outcome(path, drawn().outcome)
     path.write_bytes(b"\xff\xfe")
     assert f"{path} does not show the outcome: " in add_outcome(path, drawn().outcome)
-
-
-def test_without_jinja2_the_outcome_is_told_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message says what to install."""
-    path = tmp_path / "report.html"
-    path.write_text(plan_page(drawn().plan, drawn().measurements, drawn().picture))
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-
-    assert "pip install jinja2" in add_outcome(path, drawn().outcome)
 
 
 def kept(folder: Path) -> Path:

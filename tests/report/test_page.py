@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -16,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pages import drawn, many_hosts
 
-from pipette_launch.errors import PipetteError
 from pipette_launch.report.page import page
 from pipette_launch.report.page.page import (
     _matrix,
@@ -282,14 +280,6 @@ def test_names_cannot_pretend_to_be_the_place_of_the_outcome() -> None:
 
     assert 1 == html.count("<!--outcome-->")
     assert html.index("It ran") < html.index("evil")
-
-
-def test_without_jinja2_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The light install for a laptop may lack it."""
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-
-    with pytest.raises(PipetteError, match="pip install jinja2"):
-        plan_page(drawn().plan)
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=8))

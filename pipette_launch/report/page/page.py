@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipette_launch.cost.compute.device_model import case_of
-from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Choice, Measurements, Plan, files
 from pipette_launch.facts.layout import FLAG_WORDS, Floats, Layout
 from pipette_launch.facts.outcome import Outcome
@@ -533,7 +532,7 @@ def _row(rates_HH: Floats, names: list[str], index: int) -> tuple[str, ...]:
 def plan_page(
     plan: Plan, measurements: Measurements | None = None, picture: Picture | None = None, outcome: Outcome | None = None
 ) -> str:
-    """Draw a plan as one HTML file without network requests; raises PipetteError if jinja2 is not installed.
+    """Draw a plan as one HTML file without network requests.
 
     Without the `measurements` that priced the plan, links, layer times and verdicts are left out. Without a `picture`,
     the timeline and the split of memory are left out. `outcome` belongs to the training; None after a short training.
@@ -571,10 +570,7 @@ def plan_page(
 
 
 def with_outcome(html: str, outcome: Outcome) -> str:
-    """Write an outcome into the page of the outcome's plan, and return the page of another plan unchanged.
-
-    Raises PipetteError if jinja2 is not installed.
-    """
+    """Write an outcome into the page of the outcome's plan, and return the page of another plan unchanged."""
     before, begin, rest = html.partition(BEGIN)
     _, end, after = rest.partition(END)
     runs = before.partition('<meta name="runs" content="')[2].partition('"')[0].split()
@@ -594,10 +590,8 @@ def _text(name: str) -> str:
 
 
 def _environment() -> Environment:
-    try:
-        from jinja2 import Environment, FunctionLoader, StrictUndefined
-    except ModuleNotFoundError as error:
-        raise PipetteError("a report needs jinja2, which is not installed: pip install jinja2") from error
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=FunctionLoader(_text)
     )

@@ -1,7 +1,7 @@
 """Screens of a plan that the launcher will run, and of a plan in a file. Each screen of a plan can be short or whole.
 
-A short screen has at most `MOST_LINES` lines. On a short screen, the listings are cut, and only notes on which the user
-can act are shown. A short screen counts the omitted notes and names the file or page with all notes.
+A short screen shows `SHORT_ROWS` rows of each listing, and of the notes only those on which the user can act. It counts
+the omitted notes and names the file or page with all notes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import io
 import itertools
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from pipette_launch.facts import Choice, Layout, Measurements, Plan
@@ -43,13 +43,9 @@ from pipette_launch.report.screen import (
 )
 from pipette_launch.text import bytes_text, count_text, counted, plural, printable, seconds_text
 
-WHOLE = sys.maxsize
-"""Largest number of lines of a listing (`most` below) on a whole screen."""
-MOST_LINES = 40
-"""Largest number of lines of a short screen at 100 columns."""
-LISTINGS = ((6, True), (5, True), (4, True), (4, False), (3, False), (2, False), (1, False))
-"""Variants of a short screen, the fullest first: (most lines of a listing, whether empty lines separate sections)."""
-MOST_HOST_LINES, SHORT_HOST_LINES = 12, 3
+SHORT_ROWS = 3
+"""Number of rows of each listing on a short screen."""
+MOST_HOST_LINES = 12
 HOST_GAP = 3
 RANKED_ROWS = 10
 WIDE = 85
@@ -65,8 +61,6 @@ SHORT_PARTS = {
 }
 """Names of a step's parts in narrow tables."""
 DEGREES = ("tp", "pp", "dp", "cp", "ep")
-LEAST_ROWS = 2
-"""Least number of rows of a listing: the chosen configuration and the user's own configuration."""
 MOST_REASONS = 5
 OUTCOME_WIDTH = 84
 """Number of columns of an outcome line: 100 minus the 16 columns of the log's prefix."""
@@ -93,19 +87,17 @@ def plan_screen(
     where = _where(saved_to, drawn_to, otherwise="--pipette-verbose shows them")
     verdicts = () if measurements is None else measurements.verdicts
 
-    def draw(most: int, has_gaps: bool) -> str:
-        flags = flag_lines(arguments, new_arguments, width=wide - INDENT, most=None if is_whole else most)
-        sections: tuple[Section, ...] = (
-            ("Measured", [*what_the_plan_rests_on(plan, measurements)][: max(most, 2)]),
-            ("Health", health(verdicts, most=MOST_VERDICTS if is_whole else most)),
-            *_choice(plan, wide - INDENT, most),
-            ("Flags", flags),
-            ("Notes", _notes(plan, where, most)),
-            ("Plan file", _files(saved_to, drawn_to, unsaved)),
-        )
-        return screen("pipette-launch", sections, has_gaps=has_gaps, stream=sys.stderr)
-
-    return _fitted(draw, is_whole=is_whole)
+    most = None if is_whole else SHORT_ROWS
+    flags = flag_lines(arguments, new_arguments, width=wide - INDENT, most=most)
+    sections: tuple[Section, ...] = (
+        ("Measured", what_the_plan_rests_on(plan, measurements)),
+        ("Health", health(verdicts, most=most or MOST_VERDICTS)),
+        *_choice(plan, wide - INDENT, most),
+        ("Flags", flags),
+        ("Notes", _notes(plan, where, most)),
+        ("Plan file", _files(saved_to, drawn_to, unsaved)),
+    )
+    return screen("pipette-launch", sections, stream=sys.stderr)
 
 
 def plan_file_screen(
@@ -119,40 +111,28 @@ def plan_file_screen(
 ) -> str:
     """Draw the screen of a plan file, with job and machines; `saved_to` and `drawn_to` are as in `plan_screen`.
 
-    `top` has the rows of the ranked list; None for as many as the screen has room for.
+    `top` has the rows of the ranked list; None for `SHORT_ROWS` on a short screen and `RANKED_ROWS` on a whole one.
     """
     setting, wide = plan.setting, columns(sys.stdout)
     where = _where(saved_to, drawn_to, otherwise="-v shows them, --out FILE keeps them")
 
-    def draw(most: int, has_gaps: bool) -> str:
-        # A short screen omits the changes of flags, because the flags to paste below the frame show the same changes.
-        shows_flags = setting is not None and is_whole
-        sections: tuple[Section, ...] = (
-            ("Job", _job(plan)),
-            ("Machines", _machines(plan)),
-            *_choice(plan, wide - INDENT, most, top=top or min(most + 2, RANKED_ROWS)),
-            ("Flags", flag_lines(setting.arguments, setting.new_arguments) if setting and shows_flags else ()),
-            ("Dropped", _dropped(plan) if is_whole else ()),
-            ("Notes", _notes(plan, where, most, counts_dropped=not is_whole)),
-            ("Plan file", _files(saved_to, drawn_to)),
-        )
-        drawn = screen(title, sections, has_gaps=has_gaps)
-        if setting is None:
-            return drawn
-        pasted = paste_text(setting.arguments, setting.new_arguments, width=0 if is_whole else wide)
-        return drawn + pasted + schedule_words(plan)
-
-    return _fitted(draw, is_whole=is_whole)
-
-
-def _fitted(draw: Callable[[int, bool], str], *, is_whole: bool) -> str:
-    """Draw the whole screen, or the fullest short screen of at most `MOST_LINES` lines."""
-    drawn = ""
-    for most, has_gaps in ((WHOLE, True),) if is_whole else LISTINGS:
-        drawn = draw(most, has_gaps)
-        if drawn.count("\n") <= MOST_LINES:
-            break
-    return drawn
+    most = None if is_whole else SHORT_ROWS
+    # A short screen omits the changes of flags, because the flags to paste below the frame show the same changes.
+    flags = flag_lines(setting.arguments, setting.new_arguments) if setting is not None and is_whole else ()
+    sections: tuple[Section, ...] = (
+        ("Job", _job(plan)),
+        ("Machines", _machines(plan)),
+        *_choice(plan, wide - INDENT, most, top=top or most or RANKED_ROWS),
+        ("Flags", flags),
+        ("Dropped", _dropped(plan) if is_whole else ()),
+        ("Notes", _notes(plan, where, most, counts_dropped=not is_whole)),
+        ("Plan file", _files(saved_to, drawn_to)),
+    )
+    drawn = screen(title, sections)
+    if setting is None:
+        return drawn
+    pasted = paste_text(setting.arguments, setting.new_arguments, width=0 if is_whole else wide)
+    return drawn + pasted + schedule_words(plan)
 
 
 FIT_WORDS = {"fits": "fits in memory", "tight": "is tight in memory", "too large": "does not fit in memory"}
@@ -206,8 +186,8 @@ def fit_remark(choice: Choice) -> str:
     return "" if choice.fits else f", {choice.verdict}"
 
 
-def listed(plan: Plan, most: int = WHOLE) -> list[tuple[str, Choice]]:
-    """Return the plan's configurations, each with a role: chosen, yours, or an empty text for `most` alternatives."""
+def listed(plan: Plan, most: int | None = None) -> list[tuple[str, Choice]]:
+    """Return the plan's configurations with at most `most` alternatives, each with a role: chosen, yours, or empty."""
     found = [("chosen, yours" if plan.keeps_own else "chosen", plan.chosen)]
     found += [("", choice) for choice in plan.alternatives[:most]]
     if not (plan.keeps_own or plan.own_fault):
@@ -223,16 +203,16 @@ def rank_ranges(ranks: Sequence[int]) -> str:
     return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs)
 
 
-def _choice(plan: Plan, width: int, most: int, *, top: int = 0) -> tuple[Section, ...]:
+def _choice(plan: Plan, width: int, most: int | None, *, top: int = 0) -> tuple[Section, ...]:
     """Return the sections on choice and reasons, which the launcher's screen and the screen of a plan file share.
 
-    With `top`, a plan with a ranked list shows `top` rows of the list instead of step times.
+    Each listing shows `most` rows, or all rows with None. With `top`, a plan with a ranked list shows `top` rows of the
+    list instead of step times.
     """
     reasons = plan.reasons
-    # Other listings are cut before the reasons, because reasons matter most to a reader.
-    if len(reasons) > most + 1:
+    if most is not None and len(reasons) > most:
         # The last reason states the gap between the plan and the lower bound.
-        reasons = (*reasons[:most], *(reasons[-1:] if most > 1 else ()))
+        reasons = (*reasons[: most - 1], reasons[-1])
     is_ranked = bool(top and plan.ranked) and plan.trials is None
     return (
         ("Chosen", _chosen(plan, width, most)),
@@ -244,7 +224,7 @@ def _choice(plan: Plan, width: int, most: int, *, top: int = 0) -> tuple[Section
     )
 
 
-def _chosen(plan: Plan, width: int, most: int) -> Iterator[Line]:
+def _chosen(plan: Plan, width: int, most: int | None) -> Iterator[Line]:
     choice = plan.chosen
     words = f"  {'your own configuration, ' if plan.keeps_own else ''}{choice.schedule}, "
     words += f"{seconds_text(choice.step_time_s)} a step predicted"
@@ -255,7 +235,7 @@ def _chosen(plan: Plan, width: int, most: int) -> Iterator[Line]:
     if choice.is_host_order:
         yield "ranks in torchrun's own order"
     else:
-        yield from _rank_map(plan, width, MOST_HOST_LINES if most == WHOLE else min(SHORT_HOST_LINES, most))
+        yield from _rank_map(plan, width, most or MOST_HOST_LINES)
 
 
 def _rank_map(plan: Plan, width: int, most: int) -> Iterator[Line]:
@@ -276,11 +256,12 @@ def _rank_map(plan: Plan, width: int, most: int) -> Iterator[Line]:
         yield text(f"… and {counted(len(cells) - len(kept), 'more host')}, in the plan file", "dim")
 
 
-def _step_times(plan: Plan, most: int) -> Iterator[Line]:
-    if most < WHOLE and plan.trials is not None:
+def _step_times(plan: Plan, most: int | None) -> Iterator[Line]:
+    if most is not None and plan.trials is not None:
         # The section on trials shows the same configurations, with measured and predicted step times.
         return
-    shown = listed(plan, max(most - LEAST_ROWS, 0))
+    # The chosen and the user's own configuration take two rows.
+    shown = listed(plan, None if most is None else most - 2)
     longest_s = max(choice.step_time_s for _, choice in shown)
     rows = []
     for remark, choice in shown:
@@ -292,11 +273,11 @@ def _step_times(plan: Plan, most: int) -> Iterator[Line]:
     yield grid("rllw", rows)
 
 
-def _trials(plan: Plan, most: int) -> Iterator[Line]:
+def _trials(plan: Plan, most: int | None) -> Iterator[Line]:
     if plan.trials is None:
         return
     runs = plan.trials.runs
-    ranked = sorted(runs, key=lambda run: (not run.is_own, run.median_s))[: max(most, LEAST_ROWS)]
+    ranked = sorted(runs, key=lambda run: (not run.is_own, run.median_s))[:most]
     kept = [run for run in runs if run in ranked]
     longest_s = max((run.step.median_s for run in runs if run.step), default=0.0)
     rows: list[tuple[Line, ...]] = []
@@ -318,24 +299,21 @@ def _trials(plan: Plan, most: int) -> Iterator[Line]:
     yield text(f"{left_out}{timed}; all trials took {plan.trials.took_s:.0f} s", "dim")
 
 
-def _memory(choice: Choice, most: int) -> Iterator[Line]:
+def _memory(choice: Choice, most: int | None) -> Iterator[Line]:
     shown = choice.memory_shown
-    # A remark "1 more stage" would take a line, which can show the stage itself.
-    stages = stages_shown(shown.need_bytes, min(most + 1, MOST_STAGES))
-    if len(stages) > most + 1:
-        stages = [list(shown.need_bytes).index(max(shown.need_bytes))]
+    stages = stages_shown(shown.need_bytes, most or MOST_STAGES)
     yield memory_bars([(stage, shown.need_bytes[stage]) for stage in stages], shown.limit_bytes)
     hidden = len(shown.need_bytes) - len(stages)
     if hidden:
         yield text(f"… {counted(hidden, 'more stage')}, not fuller", "dim")
-    yield text(limit_words(shown.limit_bytes, shown.free_bytes, shown.margin, is_short=most < WHOLE), "dim")
+    yield text(limit_words(shown.limit_bytes, shown.free_bytes, shown.margin, is_short=most is not None), "dim")
 
 
-def _fallback_plans(plan: Plan, most: int) -> Iterator[Line]:
+def _fallback_plans(plan: Plan, most: int | None) -> Iterator[Line]:
     if not plan.templates:
         return
     listed = (plan, *plan.templates)
-    kept, before = listed[: max(most, LEAST_ROWS)], plan.chosen
+    kept, before = listed[:most], plan.chosen
 
     def row(one: Plan) -> tuple[Line, ...]:
         runs, style = one.chosen, "green" if one is plan else "default"
@@ -400,14 +378,14 @@ def _dropped(plan: Plan) -> Iterator[Line]:
     yield grid("rw", rows)
 
 
-def _notes(plan: Plan, where: str, most: int, *, counts_dropped: bool = True) -> Iterator[Line]:
+def _notes(plan: Plan, where: str, most: int | None, *, counts_dropped: bool = True) -> Iterator[Line]:
     """Return the plan's notes and the number of dropped layouts. A short screen shows only some notes."""
     notes, dropped = plan.notes, sum(plan.dropped.values())
     if dropped and counts_dropped:
         reason = max(plan.dropped, key=lambda reason: plan.dropped[reason])
         looked_at = f"{counted(plan.num_layouts, 'layout')} looked at"
         notes = (*notes, f"{looked_at}, {counted(dropped, 'combination')} dropped, most of them because {reason}.")
-    shown = notes if most == WHOLE else advice(plan.notes)[:most]
+    shown = notes if most is None else advice(plan.notes)[:most]
     yield from map(bullet, shown)
     rest = len(notes) - len(shown)
     if rest:
@@ -427,26 +405,29 @@ def difference(layout: Layout, first: Layout) -> str:
 def ranked_table(plan: Plan, width: int, most: int) -> Iterator[Line]:
     """Return a table with the first `most` layouts of the ranked list, and the user's own configuration."""
     first, is_wide = plan.ranked[0], width >= WIDE
-    heads = ["", "step", *(["longer"] if is_wide else []), "memory", "MFU", "lost to", ""]
-    rows: list[tuple[Line, ...]] = [tuple(text(head, "dim") for head in heads)]
+    heads = ["step", "longer", "memory", "MFU", "lost to", ""] if is_wide else ["step", "memory", "MFU", "lost to", ""]
+    rows: list[tuple[Line, ...]] = [tuple(text(head, "dim") for head in ("", *heads))]
     shown = [(str(place), one, difference(one.layout, first.layout)) for place, one in enumerate(plan.ranked[:most], 1)]
     # The line above the table has all words of the chosen layout.
     shown[0] = ("1", first, " ".join(word for name, word in first.layout.named_words().items() if name in DEGREES))
     if not plan.own_fault and plan.own.layout not in {one.layout for _, one, _ in shown}:
         shown.append(("", Ranked.of(plan.own), plan.own.layout.words() + fit_remark(plan.own)))
     for place, one, words in shown:
-        step, *others = figures(one, is_short=not is_wide)
-        share = round(one.step_time_s / first.step_time_s - 1, 3)
-        longer = [f"{share:+.1%}" if share else ""] if is_wide else []
-        role = "chosen: " if one is first else ""
-        if one.layout == plan.own.layout and not plan.own_fault:
-            role = "yours: "
+        cells = [place, *figures(one, is_short=not is_wide), f"{_role(plan, one)}{words}"]
+        if is_wide:
+            share = round(one.step_time_s / first.step_time_s - 1, 3)
+            cells.insert(2, f"{share:+.1%}" if share else "")
         style = "green" if one.layout == plan.chosen.layout else "default"
-        cells = (place, step, *longer, *others, role + words)
         rows.append(tuple(text(cell, style) for cell in cells))
-    yield grid("rr" + "r" * is_wide + "rrlw", rows)
+    yield grid("rrrrrlw" if is_wide else "rrrrlw", rows)
     if len(plan.ranked) > most:
         yield text(f"{len(plan.ranked) - most} more; pipette plan --top N shows N", "dim")
+
+
+def _role(plan: Plan, one: Ranked) -> str:
+    if one.layout == plan.own.layout and not plan.own_fault:
+        return "yours: "
+    return "chosen: " if one is plan.ranked[0] else ""
 
 
 def figures(one: Ranked, *, is_short: bool = False) -> tuple[str, str, str, str]:

@@ -287,4 +287,6 @@ def _values_of_flags(arguments: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _joined(flag: str, values: Sequence[str]) -> str:
-    return flag + " " * (flag[-1:] not in ("", "=")) * bool(values) + " ".join(values)
+    if flag.endswith("="):
+        return flag + " ".join(values)
+    return " ".join(filter(None, (flag, *values)))

@@ -63,8 +63,6 @@ ANSWER_S = Deadline(1.0, "one call of torch's rendezvous", "the launcher calls a
 STORE_ANSWER_S = Deadline(2.0, "the store to list the missing nodes", "the line about missing nodes has no names")
 PLACES_S = Deadline(90.0, "torch's rendezvous to number the nodes", "the launcher ends")
 HOST_GONE_S = Deadline(60.0, "any answer of the host of the rendezvous", "the launcher ends")
-MEET_S = Deadline(300.0, "the first SLURM task of a node", "the task ends")
-LATE_S = Deadline(60.0, "SLURM tasks of a node at the end of the job", "the tasks get no exit code")
 SCONTROL_S = Deadline(5.0, "an answer of scontrol", "switches and device lists count as unknown")
 
 # Agents.

@@ -181,12 +181,7 @@ def port_held(port: int, settings: RendezvousSettings) -> str:
         cure = f"a job of --nnodes 1 has one launcher; if that process belongs to another job, {cure}"
     elif settings.node_rank >= 0:
         cure = f"if it is this job's first node, give this launcher another --node-rank; if not, {cure}"
-    return f"{port_words(port)}; {cure}{settings.advice}"
-
-
-def port_words(port: int) -> str:
-    """Return a clause about a port that another process holds, with the command that names the process."""
-    return f"port {port} of this machine is held by another process (ss -ltnp names it)"
+    return f"port {port} of this machine is held by another process (ss -ltnp names it); {cure}{settings.advice}"
 
 
 class Waiting:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pipette_launch.launch.options import Options
-    from pipette_launch.launch.outer_launcher import Siblings
 
 PREFIX = "--pipette-"
 INTERRUPTED = 130
@@ -142,21 +141,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         from torch.distributed.elastic.multiprocessing.errors import record
 
     from pipette_launch.agent.signals import end_at_once
-    from pipette_launch.launch.outer_launcher import Siblings
 
     logging.captureWarnings(capture=False)
     escape_log_lines()
     words = list(sys.argv[1:] if argv is None else argv)
-    siblings = Siblings()
     try:
-        with siblings.told():
-            _end_as_torchrun(lambda: record(_launch)(words, siblings))
+        _end_as_torchrun(lambda: record(_launch)(words))
     finally:
         if argv is None:
             end_at_once()
 
 
-def _launch(words: Sequence[str], siblings: Siblings) -> None:
+def _launch(words: Sequence[str]) -> None:
     with _without_collections():
         from pipette_launch.agent.job import launch
         from pipette_launch.launch import outer_launcher
@@ -166,17 +162,12 @@ def _launch(words: Sequence[str], siblings: Siblings) -> None:
         whole = parser()
     check_own_flags(whole, words)
     args = parsed(whole, words)
-    task = outer_launcher.take_flags(args, outer_launcher.given_flags(whole, words, os.environ), os.environ)
-    # If the flags come from another launcher, the tasks of a node share one launcher, so no advice is needed.
-    advice = "" if task is not None else outer_launcher.several_launchers(os.environ)
+    outer_launcher.take_flags(args, outer_launcher.given_flags(whole, words, os.environ), os.environ)
+    advice = outer_launcher.several_launchers(os.environ)
     options = options_from(args, advice=advice)
     _note_lone_tasks(args, advice, os.environ)
     if options.detail == "verbose":
         log_for_debugging("pipette_launch", "pipette-launch: ")
-    if task is not None and task.num_tasks > 1:
-        if task.local_id:
-            sys.exit(outer_launcher.await_agent(f"{task.name}/{task.node}"))
-        siblings.open(f"{task.name}/{task.node}", task.num_tasks - 1)
     launch(args, options, advice=advice)
 
 

@@ -124,30 +124,6 @@ def test_mpirun(lab: Lab, tmp_path: Path) -> None:
     assert PLACES == places(mpirun(lab, tmp_path, words))
 
 
-@needs_lab
-@needs_mpirun
-def test_our_launcher_under_mpirun(lab: Lab, tmp_path: Path) -> None:
-    """Four processes of mpirun become two launchers with two workers each, which meet without a flag."""
-    ours = [sys.executable, "-m", "pipette_launch", *OURS]
-    words = command(written(tmp_path, "mpirun"), *ours, instead_of="sh rank.sh \\\n  python SCRIPT ARGS")
-    output = mpirun(lab, tmp_path, words, PYTHONPATH=WITHOUT_WARMUP, MASTER_ADDR="n0")
-
-    assert 1 == output.count("taken from Open MPI: --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=n0:29500"), output
-    assert ALL_RANKS == ranks(output)
-
-
-@needs_lab
-def test_our_launcher_under_torchrun(lab: Lab, tmp_path: Path) -> None:
-    """Four workers of torchrun become two launchers with two workers each, which meet in torchrun's store."""
-    torchrun = warm.command("torch.distributed.run", "--no-python", *warm.command("pipette_launch", *OURS))
-    output = together(
-        lab.run(host, torchrun, environment(tmp_path, **WITHOUT, SLURMD_NODENAME=host), **OUTPUT) for host in lab.hosts
-    )
-
-    assert "--rdzv-conf=is_host=false" in output, output
-    assert ALL_RANKS == ranks(output)
-
-
 def test_our_launcher_in_an_indexed_job(tmp_path: Path) -> None:
     """Two pods take their place among the nodes from Kubernetes."""
     meet = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=localhost", f"--master-port={free_port()}"]

@@ -120,10 +120,9 @@ def jobs(lab: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[
         return Job(number.strip(), folder, lab)
 
     patience = "last_call_timeout=4,keep_alive_interval=3"
-    # The first three fit beside each other, the others follow the first two.
+    # The first two fit beside each other, the others follow the first two.
     made = {
         "one_task_per_node": submit("one_task_per_node", 3, "nothing"),
-        "one_task_per_gpu": submit("one_task_per_gpu", 2, "nothing", "--ntasks-per-node=2"),
         "spare_node": submit("spare_node", 4, "loss", flags=f"--nproc-per-node=1 --rdzv-conf={patience}"),
         # A plan is kept for its hosts.
         "requeue": submit(
@@ -159,15 +158,6 @@ def test_one_task_per_node(jobs: dict[str, Job]) -> None:
         f"{20000 + int(job.number)} --rdzv-id={job.number}.0.0 --rdzv-conf=is_host=true --nproc-per-node=2 "
         f"--local-addr=10.78."
     ) in job.output
-    assert 1 == job.output.count("taken from SLURM")
-
-
-def test_one_task_per_gpu(jobs: dict[str, Job]) -> None:
-    """Of two tasks on each node one becomes the launcher of two processes; the other is silent and ends as it does."""
-    job = jobs["one_task_per_gpu"]
-
-    assert ("COMPLETED", "0:0") == job.end(), job.output
-    assert {("0", "4", node): 2 for node in outer_launcher.parse(job.field("NodeList"))} == job.seen()
     assert 1 == job.output.count("taken from SLURM")
 
 

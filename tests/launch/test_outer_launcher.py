@@ -1,20 +1,14 @@
-"""The variables of SLURM 22.05, Open MPI 4.1, torch and Kubernetes, with the values that they set."""
+"""The variables of SLURM 22.05, Open MPI 4.1, torch and Kubernetes."""
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
-import subprocess
-import sys
-import uuid
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pipette_launch.cli import launcher
 from pipette_launch.errors import ClusterError, UsageError
-from pipette_launch.launch import outer_launcher
 from pipette_launch.launch.outer_launcher import (
     current_step,
     drop_outer_flags,
@@ -40,7 +34,6 @@ VARIABLES = {
     "SLURM_PROCID": "3",
     "SLURMD_NODENAME": "n2",
     "SLURM_GPUS_ON_NODE": "2",
-    "CUDA_VISIBLE_DEVICES": "0,1",
 }
 ONE_TASK = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
 
@@ -56,35 +49,18 @@ def test_the_nodes_of_the_step_meet_on_its_first() -> None:
         "rdzv_endpoint": "address of n1:21021",
         "rdzv_id": "10012.1.3",
         "rdzv_conf": "is_host=false",
+        "nproc_per_node": "2",
     } == step.flags(lambda node: f"address of {node}")
     assert ("n2", 1, 2) == (step.node, step.local_id, step.num_tasks)
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, 2),
-        (ONE_TASK, 2),
-        (ONE_TASK | {"SLURM_GPUS_ON_NODE": "8"}, 8),
-        (ONE_TASK | {"SLURM_GPUS_ON_NODE": ""}, None),
-        ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, 2),
-    ],
-)
-def test_processes(changes: dict[str, str], expected: int | None) -> None:
-    """One task starts a process for each GPU, several tasks one for each task; without GPUs as torchrun."""
-    step = current_step(VARIABLES | changes, parse)
+@pytest.mark.parametrize(("gpus", "expected"), [("8", {"nproc_per_node": "8"}), ("", {})])
+def test_a_worker_for_each_gpu(gpus: str, expected: dict[str, str]) -> None:
+    """One task starts a worker for each GPU of its node; without GPUs, torchrun's default stays."""
+    step = current_step(VARIABLES | ONE_TASK | {"SLURM_GPUS_ON_NODE": gpus, "SLURM_STEP_NODELIST": "n2"}, parse)
     assert step is not None
 
-    assert expected == step.processes()
-
-
-def test_tasks_that_see_one_gpu_each_are_refused() -> None:
-    """If SLURM hides the other GPUs from each task, the error says how to start the job."""
-    step = current_step(VARIABLES | {"CUDA_VISIBLE_DEVICES": "1"}, parse)
-    assert step is not None
-
-    with pytest.raises(UsageError, match=r"sees only GPU 1; .*srun --gpus-per-node=2 without --gpus-per-task"):
-        step.processes()
+    assert expected == step.flags(str)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +83,7 @@ def test_one_node_keeps_torchruns_own_rendezvous() -> None:
     step = current_step(VARIABLES | {"SLURM_STEP_NODELIST": "n2", "SLURM_NODEID": "0"}, parse)
     assert step is not None
 
-    assert {} == step.flags(str)
+    assert {"nproc_per_node": "2"} == step.flags(str)
 
 
 @pytest.mark.parametrize(("index", "expected"), [*enumerate([2, 2, 1, 3, 3, 1])])
@@ -147,8 +123,6 @@ def test_several_launchers_of_a_node_are_known(environ: dict[str, str], count: i
 
 if TYPE_CHECKING:
     from argparse import Namespace
-
-    from pipette_launch.launch.outer_launcher import SlurmStep, StartedProcess
 
 STEP = {
     "SLURM_JOB_ID": "7",
@@ -236,55 +210,54 @@ def test_a_port_in_use_is_an_error_with_the_flags_to_give(monkeypatch: pytest.Mo
         filled(monkeypatch)
 
 
-MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-MPI |= {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
-RAY = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
+MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+RAY = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}
+TASKS = STEP | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_LOCALID": "0"}
 
 
-def taken(environ: dict[str, str], *flags: str) -> tuple[Namespace, SlurmStep | StartedProcess | None]:
-    """Return the flags of a job in an environment, and the task of the other launcher."""
+def taken(environ: dict[str, str], *flags: str) -> Namespace:
+    """Return the flags of a job in an environment."""
     words = [*flags, "train.py"]
     args = launcher.parser().parse_args(words)
-    return args, take_flags(args, given_flags(launcher.parser(), words, environ), environ)
-
-
-@pytest.mark.parametrize("environ", [MPI, RAY, STEP | MPI], ids=["mpirun", "torch", "mpirun in a SLURM step"])
-def test_processes_of_another_launcher_meet_at_its_address(environ: dict[str, str]) -> None:
-    """Two processes on each of two nodes become two launchers with two workers each, at MASTER_ADDR."""
-    args, task = taken(environ)
-
-    assert ("2", "2", "c10d", "localhost:29500", "localhost:29500") == values(args)
-    assert task is not None
-    assert (1, 2, "localhost:29500") == (task.local_id, task.num_tasks, task.name)
-
-
-def test_a_store_of_torchrun_is_used_and_not_opened() -> None:
-    """Inside torchrun or ft_launcher a store listens at MASTER_PORT already."""
-    args, _ = taken(RAY | {"MASTER_PORT": "4711", "TORCHELASTIC_USE_AGENT_STORE": "True"})
-
-    assert ("localhost:4711", "is_host=false") == (args.rdzv_endpoint, args.rdzv_conf)
-
-
-def test_one_node_and_given_flags_take_no_address() -> None:
-    """One node keeps torchrun's rendezvous; flags of the user count more than variables."""
-    one, _ = taken(MPI | {"OMPI_COMM_WORLD_SIZE": "2"})
-    given, task = taken(MPI, "--nnodes=3", "--rdzv-backend=c10d", "--rdzv-endpoint=a:1")
-
-    assert ("1:1", "2", "static", "", "none") == values(one)
-    assert (("3", "1", "c10d", "a:1", "none"), None) == (values(given), task)
+    take_flags(args, given_flags(launcher.parser(), words, environ), environ)
+    return args
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("environ", "message"),
     [
-        ({"MASTER_ADDR": ""}, r"2 nodes, and MASTER_ADDR does not name .*mpirun -x MASTER_ADDR=HOST"),
-        ({"OMPI_COMM_WORLD_SIZE": "5"}, "5 processes, and 2 of them on this node; start the same number"),
+        (TASKS, "SLURM starts 4 tasks on a node, .*: srun --ntasks-per-node=1"),
+        (MPI, "mpirun started 4 launchers, 2 of them on this node; .* mpirun -npernode 1, with --nnodes"),
+        (RAY, "torchrun, ft_launcher or Ray started 4 launchers"),
+        (TASKS | MPI, "mpirun started 4 launchers"),
     ],
+    ids=["SLURM", "mpirun", "torch", "mpirun in a SLURM step"],
 )
-def test_nodes_that_cannot_meet_are_an_error(changes: dict[str, str], message: str) -> None:
-    """Without an address, or with different numbers of processes, the error says how to start the job."""
+def test_several_launchers_are_one_error(environ: dict[str, str], message: str) -> None:
+    """The first task of the job names the way to start one launcher on each node."""
     with pytest.raises(UsageError, match=message):
-        taken(MPI | changes)
+        taken(environ)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [TASKS | {"SLURM_LOCALID": "1"}, TASKS | {"SLURMD_NODENAME": "b", "SLURM_STEP_NODELIST": "a,b"}],
+    ids=["second task", "second node"],
+)
+def test_the_other_tasks_are_silent(environ: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Thousands of tasks would print the same sentence."""
+    with pytest.raises(SystemExit) as caught:
+        taken(environ)
+
+    assert (2, "") == (caught.value.code, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("environ", [TASKS, MPI, RAY], ids=["SLURM", "mpirun", "torch"])
+def test_the_users_flags_let_each_task_be_a_launcher(environ: dict[str, str]) -> None:
+    """Flags that set where nodes meet count more than variables, as under torchrun."""
+    given = taken(environ, "--nnodes=3", "--rdzv-backend=c10d", "--rdzv-endpoint=a:1")
+
+    assert ("3", "1", "c10d", "a:1", "none") == values(given)
 
 
 def test_a_pod_of_an_indexed_job_knows_its_node_rank(capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,94 +265,9 @@ def test_a_pod_of_an_indexed_job_knows_its_node_rank(capsys: pytest.CaptureFixtu
     index = {"JOB_COMPLETION_INDEX": "2"}
     flags = ("--nnodes=3", "--master-addr=a")
 
-    assert (2, 1) == (taken(index, *flags)[0].node_rank, taken(index, *flags, "--node-rank=1")[0].node_rank)
+    assert (2, 1) == (taken(index, *flags).node_rank, taken(index, *flags, "--node-rank=1").node_rank)
     assert "pipette-launch: taken from JOB_COMPLETION_INDEX: --node-rank=2\n" == capsys.readouterr().err
-    assert 0 == taken(index)[0].node_rank
-
-
-OTHER = """
-import os, sys
-from pipette_launch.launch.outer_launcher import await_agent
-os.sched_setaffinity(0, {int(sys.argv[2])})
-sys.exit(await_agent(sys.argv[1]))
-"""
-AGENT = """
-import os, sys, time
-from pipette_launch.launch.outer_launcher import Siblings
-cores = os.sched_getaffinity(0)
-os.sched_setaffinity(0, {min(cores)})
-siblings = Siblings()
-with siblings.told():
-    siblings.open(sys.argv[1], 1)
-    while os.sched_getaffinity(0) != cores:
-        time.sleep(0.02)
-    exec(sys.argv[2])
-"""
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.mark.parametrize(
-    ("end", "expected"),
-    [
-        ("pass", 0),
-        ("sys.exit(2)", 2),
-        ("raise ValueError", 1),
-        # The code of a process that a signal has ended is no exit code.
-        ("os.kill(os.getpid(), 9)", 1),
-    ],
-)
-def test_the_others_exit_with_the_agents_code(end: str, expected: int) -> None:
-    """The sibling ends with every end of the agent, and the agent had its sibling's cores."""
-    name, last_core = uuid.uuid4().hex, max(os.sched_getaffinity(0))
-    other = subprocess.Popen([sys.executable, "-c", OTHER, name, str(last_core)])
-    agent = subprocess.Popen([sys.executable, "-c", AGENT, name, end], stderr=subprocess.DEVNULL)
-
-    assert expected == other.wait()
-    assert agent.wait() in (expected, -9)
-
-
-STRANGER = """
-import os, socket, sys
-os.setuid(65534)
-with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
-    agent.connect("\\0pipette-launch/0/" + sys.argv[1])
-    try:
-        agent.send(b"0")
-        sys.exit(len(agent.recv(16)))
-    except ConnectionError:
-        pass
-"""
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can play another user")
-def test_a_process_of_another_user_is_no_task() -> None:
-    """The agent of a node closes the stranger's connection, and still waits for its own task."""
-    name, last_core = uuid.uuid4().hex, max(os.sched_getaffinity(0))
-    agent = subprocess.Popen([sys.executable, "-c", AGENT, name, "sys.exit(3)"])
-    stranger = [sys.executable, "-c", STRANGER, name]
-    try:
-        # Until the agent listens, the stranger fails with a traceback.
-        while b"refused" in (done := subprocess.run(stranger, capture_output=True, check=False)).stderr:
-            assert agent.poll() is None
-        other = subprocess.Popen([sys.executable, "-c", OTHER, name, str(last_core)])
-
-        assert (0, b"") == (done.returncode, done.stderr)
-        assert [3, 3] == [other.wait(), agent.wait()]
-    finally:
-        agent.kill()
-        agent.wait()
-
-
-def test_a_task_without_an_agent_gives_up() -> None:
-    """If task 0 never starts, the other tasks report it and another way to start."""
-    times_s = iter([0.0, 1.0, 301.0])
-    before = {number: signal.getsignal(number) for number in outer_launcher.NOT_OUR_END}
-    try:
-        with pytest.raises(ClusterError, match="task 0 of this node did not start in 300 s"):
-            outer_launcher.await_agent(uuid.uuid4().hex, clock=lambda: next(times_s))
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    assert 0 == taken(index).node_rank
 
 
 @pytest.mark.parametrize(("is_worker", "expected"), [(True, None), (False, "2")])

@@ -27,7 +27,7 @@ from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.hosts import described
 from pipette_launch.launch.metrics import MetricsFile
 from pipette_launch.launch.options import Options
-from pipette_launch.launch.plan_reports import add_outcome, existing_page
+from pipette_launch.launch.plan_reports import draw_again
 from pipette_launch.launch.terminal import HEAD, Terminal, parts_words
 from pipette_launch.launch.training import OutcomeTracker, Recovery, Slowdown, device_peaks, has_trained
 from pipette_launch.launch.trials import trial_progress
@@ -304,7 +304,7 @@ class NodeController:
 
     def _write_outcome(self, outcome: Outcome, cache: Cache) -> None:
         trouble = cache.keep_outcome(outcome, self._host) if self._host else cache.save(OUTCOME, outcome)
-        if trouble := trouble or add_outcome(existing_page(cache.plan_path), outcome):
+        if trouble := trouble or draw_again(cache.plan_path):
             self._terminal.warn(trouble)
 
     def _device_peaks(self) -> tuple[PeakReading, ...]:

@@ -36,22 +36,15 @@ def existing_page(plan: Path | None, *, is_due: bool = False) -> Path | None:
     return path if path is not None and (is_due or path.exists()) else None
 
 
-def add_outcome(path: Path | None, outcome: Outcome) -> str:
-    """Write the outcome of a run into the report of its plan; return the error, or an empty text.
-
-    Only the outcome's part of the page changes, which takes milliseconds. A report of another plan stays unchanged.
-    """
-    from pipette_launch.report.page.page import with_outcome
-
-    if path is None:
+def draw_again(plan: Path | None) -> str:
+    """Draw a plan's report again, with the outcome beside the plan; return the error, or an empty text."""
+    page = existing_page(plan)
+    if plan is None or page is None:
         return ""
     try:
-        before = path.read_text(encoding="utf-8")
-        after = with_outcome(before, outcome)
-        if after != before:
-            files.write_text(path, after)
-    except (OSError, UnicodeDecodeError) as error:
-        return f"{path} does not show the outcome: {error}"
+        files.write_text(page, page_of(found_files(plan, None)))
+    except (OSError, PipetteError) as error:
+        return f"{page} does not show the outcome: {error}"
     return ""
 
 

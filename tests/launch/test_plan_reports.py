@@ -11,7 +11,7 @@ from pages import AFTER, BEFORE, drawn
 from pipette_launch.errors import ClusterError, FileFormatError
 from pipette_launch.facts import files
 from pipette_launch.launch.plan_reports import (
-    add_outcome,
+    draw_again,
     existing_page,
     found_files,
     page_of,
@@ -33,27 +33,6 @@ def test_only_a_report_that_was_written_is_there(tmp_path: Path) -> None:
     assert existing_page(plan) is None
     page_path(plan).write_text(plan_page(drawn().plan, drawn().measurements, drawn().picture))
     assert existing_page(plan) == tmp_path / "report.html"
-
-
-def test_what_a_run_came_to_is_added(tmp_path: Path) -> None:
-    """The report of its plan gets the outcome; the reports of other plans stay."""
-    found, path = drawn(), tmp_path / "report.html"
-    path.write_text(plan_page(found.plan, found.measurements, found.picture))
-    before = path.read_text()
-
-    assert "" == add_outcome(path, replace(found.outcome, key="other"))
-    assert path.read_text() == before
-    assert "" == add_outcome(path, found.outcome)
-    assert path.read_text() == found.html
-
-
-def test_a_report_that_cannot_be_changed_is_told(tmp_path: Path) -> None:
-    """The training goes on. Without a report there is no message."""
-    path = tmp_path / "report.html"
-    assert "" == add_outcome(None, drawn().outcome)
-    assert f"{path} does not show the outcome: " in add_outcome(path, drawn().outcome)
-    path.write_bytes(b"\xff\xfe")
-    assert f"{path} does not show the outcome: " in add_outcome(path, drawn().outcome)
 
 
 def kept(folder: Path) -> Path:
@@ -83,6 +62,21 @@ def test_files_give_the_whole_report(tmp_path: Path) -> None:
     assert 'id="timeline-data"' in page_of(made)
     assert 'id="links-data"' in page_of(made)
     assert "It ran" in page_of(made)
+
+
+def test_the_report_is_drawn_again_with_the_outcome(tmp_path: Path) -> None:
+    """Only a report that exists is drawn again; an error is returned, and the training goes on."""
+    assert "" == draw_again(None)
+    path = kept(tmp_path)
+    assert "" == draw_again(path)
+    assert not page_path(path).exists()
+
+    page_path(path).write_text("the page without the outcome")
+    assert "" == draw_again(path)
+    assert "It ran" in page_path(path).read_text()
+
+    path.write_text("{")
+    assert f"{page_path(path)} does not show the outcome: " in draw_again(path)
 
 
 def test_a_plan_for_layers_without_formulas_has_a_timeline(tmp_path: Path) -> None:

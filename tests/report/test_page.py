@@ -23,7 +23,6 @@ from pipette_launch.report.page.page import (
     placement_view,
     plan_page,
     what_changes,
-    with_outcome,
 )
 from pipette_launch.report.page.tables_and_bars import Axis, stages_drawn
 from pipette_launch.text import bytes_text, seconds_text
@@ -248,38 +247,6 @@ def test_layers_stand_stage_by_stage() -> None:
         table = what_changes(replace(found, chosen=replace(found.chosen, layout=layout)))
 
         assert words == {row[0]: row[-1] for row in table.rows}["layers on each stage"]
-
-
-def test_an_outcome_is_written_into_the_page_of_its_plan() -> None:
-    """The page is then the one that is made with the outcome; a later outcome takes the place of the first."""
-    found = drawn()
-    before = plan_page(found.plan, found.measurements, found.picture)
-    later = replace(found.outcome, last_iteration=99)
-
-    assert with_outcome(before, found.outcome) == found.html
-    assert "iteration 20" in found.html
-    assert "iteration 20" not in with_outcome(found.html, later)
-    assert "iteration 99" in with_outcome(found.html, later)
-
-
-def test_an_outcome_of_another_plan_changes_no_page() -> None:
-    """Another key, or a layout that this plan does not name."""
-    found = drawn()
-    stranger = replace(found.outcome, layout=replace(found.outcome.layout, micro_batch_size=64))
-
-    assert with_outcome(found.html, replace(found.outcome, key="other", last_iteration=99)) == found.html
-    assert with_outcome(found.html, replace(stranger, last_iteration=99)) == found.html
-    assert with_outcome("no page of ours", found.outcome) == "no page of ours"
-
-
-def test_names_cannot_pretend_to_be_the_place_of_the_outcome() -> None:
-    """A reason that holds the marks is text, and the outcome goes where it belongs."""
-    found = drawn()
-    plan = replace(found.plan, reasons=("<!--outcome-->evil<!--/outcome-->",))
-    html = with_outcome(plan_page(plan), found.outcome)
-
-    assert 1 == html.count("<!--outcome-->")
-    assert html.index("It ran") < html.index("evil")
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=8))

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipette_launch.cost.compute.device_model import case_of
-from pipette_launch.facts import Choice, Measurements, Plan, files
-from pipette_launch.facts.layout import FLAG_WORDS, Floats, Layout
+from pipette_launch.facts import Choice, Measurements, Plan
+from pipette_launch.facts.layout import FLAG_WORDS, Floats
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.facts.plan import Ranked
 from pipette_launch.planning.picture import DrawnStep, Picture
@@ -60,8 +60,6 @@ from pipette_launch.text import (
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-BEGIN, END = "<!--outcome-->", "<!--/outcome-->"
-"""Marks around the outcome in the page. Names in the page cannot contain the marks, because `<` is escaped."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 """Content security policy, which stops the page from loading anything from a network."""
 PARTS = (
@@ -537,14 +535,12 @@ def plan_page(
     Without the `measurements` that priced the plan, links, layer times and verdicts are left out. Without a `picture`,
     the timeline and the split of memory are left out. `outcome` belongs to the training; None after a short training.
     """
-    runs = " ".join(sorted({_run(choice.layout, choice.placement) for choice in (*plan.candidates(), plan.own)}))
     template = _environment().get_template("page.html")
     return template.render(
         policy=POLICY,
         style=_text("page.css"),
         script=_text("page.js"),
         plan=plan,
-        runs=f"{plan.provenance.key} {runs}",
         title=plan.chosen.layout.words(),
         tiles=tiles(plan),
         changes=what_changes(plan),
@@ -567,22 +563,6 @@ def plan_page(
         solve=seconds_text(plan.solve_s),
         num_layouts=f"{plan.num_layouts:,}",
     )
-
-
-def with_outcome(html: str, outcome: Outcome) -> str:
-    """Write an outcome into the page of the outcome's plan, and return the page of another plan unchanged."""
-    before, begin, rest = html.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    runs = before.partition('<meta name="runs" content="')[2].partition('"')[0].split()
-    if not end or outcome.key not in runs or _run(outcome.layout, outcome.placement) not in runs:
-        return html
-    block = _environment().get_template("outcome.html").render(outcome=outcome_table(outcome))
-    return before + begin + block + end + after
-
-
-def _run(layout: Layout, placement: tuple[int, ...]) -> str:
-    """Digest layout and placement, which identify the configuration of a run."""
-    return files.digest(layout, list(placement))
 
 
 def _text(name: str) -> str:

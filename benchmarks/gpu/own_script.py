@@ -218,7 +218,7 @@ def parts_s(bench: LayerBench, job: Job) -> float:
     times = {time.part: bench.found.stretch * sum_s(time) for time in bench.found.compute}
     batches = job.own.num_microbatches(job.batch.global_batch_size)
     passes_s = sum(times[kind] for kind in job.model.layer_kinds) + times["embedding"] + times["head"]
-    count = stage_parameters(job.model, job.own)[0].count
+    count = stage_parameters(job, job.own)[0].count
     optimizer_s = count * (
         (bench.found.optimizer_s_per_parameter or 0.0) + 4 * (bench.found.gradient_s_per_byte or 0.0)
     )

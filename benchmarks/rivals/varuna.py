@@ -62,9 +62,7 @@ class VarunaPrices:
         slot_W = slot_of_rank(layout, self._measurements, placement)
         forward, backward = self._units.in_torchrun_order(layout).stages_s(layout.stage_layers(job.model.num_layers))
         groups = Groups.of(layout)
-        gradient_bytes = max(part.count for part in stage_parameters(job.model, layout)) * gradient_bytes_per_parameter(
-            job
-        )
+        gradient_bytes = max(part.count for part in stage_parameters(job, layout)) * gradient_bytes_per_parameter(job)
         host_DP = self._fabric.host_S[slot_W[groups.grid_PDCT].reshape(layout.pp, layout.dp).T]
         microbatches = layout.num_microbatches(job.batch.global_batch_size)
         passes = {"forward_s": tuple(forward.tolist()), "backward_s": tuple(backward.tolist())}
@@ -75,7 +73,7 @@ class VarunaPrices:
 
     def _hops_s(self, layout: Layout, host_DP: NDArray[np.int64]) -> set[tuple[float, ...]]:
         """Price the hops of each pipeline: the mean send of all links within hosts, or of all between them."""
-        size = residual_bytes(self._job.model, layout)
+        size = residual_bytes(self._job, layout)
         within, between = (latency_s + size * byte_s for latency_s, byte_s in self._sends)
         hops_DP = np.where(host_DP[:, 1:] == host_DP[:, :-1], within, between)
         return {tuple(hops) for hops in hops_DP.tolist()}
@@ -90,11 +88,11 @@ def memory_bytes(job: Job, layout: Layout) -> int:
     plain = replace(layout, recompute=NO_RECOMPUTE)
     per_parameter = job.model.dtype_bytes + gradient_bytes_per_parameter(job)
     unsharded = replace(plain, use_distributed_optimizer=False)
-    source = residual_bytes(job.model, plain)
+    source = residual_bytes(job, plain)
     stages = []
     first = 0
     layers_of = layout.stage_layers(job.model.num_layers)
-    for layers, parameters in zip(layers_of, stage_parameters(job.model, layout), strict=True):
+    for layers, parameters in zip(layers_of, stage_parameters(job, layout), strict=True):
         some = job.model.layer_kinds[first : first + layers]
         kept = sum(kinds.kept_bytes(job, plain, kind) - source for kind in some)
         kept_states, _ = optimizer_bytes(job, parameters.dense, parameters.expert, unsharded)

@@ -39,6 +39,6 @@ def first_step_bytes(job: Job, peak_bytes: float, number: int) -> float:
     own = job.own
     if not number or not any(loss_bytes_per_logit(job)):
         return 0.0
-    logits = Sizes(job.model, own).tokens * job.model.padded_vocab_size(own.tp) // own.tp
+    logits = Sizes(job, own).tokens * job.model.padded_vocab_size(own.tp) // own.tp
     moments = MOMENTS * peak_memory_bytes(job, own)[-1].optimizer
     return peak_bytes - moments + number * FP32_BYTES * logits + CLEARED_BYTES

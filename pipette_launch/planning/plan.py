@@ -234,7 +234,7 @@ def with_setting(
         script=script,
         arguments=dialect.words,
         new_arguments=with_layout(plan.chosen.layout),
-        num_parameters=sum(part.count for part in stage_parameters(job.model, Layout())),
+        num_parameters=sum(part.count for part in stage_parameters(job, Layout())),
         global_batch_size=job.batch.global_batch_size,
         seq_length=job.model.seq_length,
         device_name=cluster.hosts[0].devices[0].name,

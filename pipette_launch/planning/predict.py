@@ -168,7 +168,7 @@ def _prediction(
         machines=machines.origin,
         global_batch_size=samples,
         num_microbatches=layout.num_microbatches(samples),
-        num_parameters=sum(part.count for part in stage_parameters(job.model, Layout())),
+        num_parameters=sum(part.count for part in stage_parameters(job, Layout())),
         tokens_per_step=samples * job.model.seq_length,
         stages=counted.stages,
         capacity_bytes=capacity,

@@ -196,13 +196,13 @@ def test_experts_save_what_the_closed_form_says(name: str, found: dict[str, dict
     """To a few bytes for each expert and sequence: the losses' own counts and results."""
     job = EXPERT_CASES[name].job
 
-    assert pytest.approx(sum(Experts(job.model, LAYOUT).kept(job)), abs=32 * 4) == found[name]["saved"]
+    assert pytest.approx(sum(Experts(job, LAYOUT).kept()), abs=32 * 4) == found[name]["saved"]
 
 
 @pytest.mark.parametrize("name", EXPERT_CASES)
 def test_experts_weigh_what_the_closed_form_says(name: str, found: dict[str, dict[str, int]]) -> None:
     """Every parameter of the layer, router and shared expert included."""
-    assert kind_parameters(EXPERT_CASES[name].job.model, LAYOUT, "moe_layer").count == found[name]["parameters"]
+    assert kind_parameters(EXPERT_CASES[name].job, LAYOUT, "moe_layer").count == found[name]["parameters"]
 
 
 @pytest.mark.parametrize("name", LATENT_CASES)
@@ -211,10 +211,10 @@ def test_latent_attention_is_what_the_closed_form_says(name: str, found: dict[st
     job = LATENT_CASES[name].job
     model = job.model
     assert model.latent_attention is not None
-    kept = Attention(model, LAYOUT).latent_bytes(model.latent_attention, job)
+    kept = Attention(tiny_job(model=model), LAYOUT).latent_bytes(model.latent_attention)
     statistics = 2 * NORM_STATISTICS if model.qk_layernorm else 0
 
-    assert kind_parameters(model, LAYOUT, "layer").count == found[name]["parameters"]
+    assert kind_parameters(tiny_job(model=model), LAYOUT, "layer").count == found[name]["parameters"]
     assert sum(kept) + statistics == found[name]["saved"]
 
 
@@ -224,7 +224,7 @@ def test_latent_attention_is_what_the_closed_form_says(name: str, found: dict[st
 )
 def test_newer_parts_weigh_what_the_closed_form_says(name: str, kind: Any, found: dict[str, dict[str, int]]) -> None:
     """Every parameter of a layer with gates, sinks, or experts on latents."""
-    assert kind_parameters(NEWER_CASES[name].job.model, LAYOUT, kind).count == found[name]["parameters"]
+    assert kind_parameters(NEWER_CASES[name].job, LAYOUT, kind).count == found[name]["parameters"]
 
 
 @NEWER
@@ -234,8 +234,8 @@ def test_a_gated_delta_network_is_what_the_closed_form_says(found: dict[str, dic
     Without torch.compile the gate is kept in fp32 before and after its activation, in place of 2 bytes.
     """
     job = NEWER_CASES["delta"].job
-    net = Delta(job.model, LAYOUT)
-    kept = net.activations(job)
+    net = Delta(job, LAYOUT)
+    kept = net.activations()
     eager = (4 + 4 - 2) * TOKENS * BATCH * net.values
 
     assert net.parameters().dense == found["delta"]["parameters"]
@@ -246,7 +246,7 @@ def test_a_gated_delta_network_is_what_the_closed_form_says(found: dict[str, dic
 def test_an_output_gate_keeps_what_the_closed_form_says(found: dict[str, dict[str, int]]) -> None:
     """Without torch.compile the gate is kept in the matrix's output and as a sigmoid in fp32, in place of 2 bytes."""
     job = NEWER_CASES["gate"].job
-    block = Attention(job.model, LAYOUT)
+    block = Attention(job, LAYOUT)
 
     assert block.projected_bytes(job) + (2 + 4 - 2) * TOKENS * BATCH * block.gate == found["gate"]["saved"]
 
@@ -258,14 +258,14 @@ def test_experts_on_latents_keep_what_the_closed_form_says(name: str, found: dic
     job = NEWER_CASES[name].job
     latents = 2 * TOKENS * BATCH * 16
 
-    assert pytest.approx(sum(Experts(job.model, LAYOUT).kept(job)) + latents, abs=32 * 4) == found[name]["saved"]
+    assert pytest.approx(sum(Experts(job, LAYOUT).kept()) + latents, abs=32 * 4) == found[name]["saved"]
 
 
 def test_multi_token_prediction_weighs_what_the_closed_form_says(found: dict[str, dict[str, int]]) -> None:
     """A whole model on one rank, with a head of its own and without."""
     for name, is_untied in (("predicts", True), ("predicts, tied", False)):
         model = tiny_model(**{**vars_of(PREDICTS.job), "untie_embeddings_and_output_weights": is_untied})
-        assert stage_parameters(model, LAYOUT)[0].count == found[name]["parameters"]
+        assert stage_parameters(tiny_job(model=model), LAYOUT)[0].count == found[name]["parameters"]
 
 
 def test_multi_token_prediction_saves_what_the_closed_form_says(found: dict[str, dict[str, int]]) -> None:

@@ -66,7 +66,7 @@ def block_of(case: dict[str, Any], layout: Layout) -> Sparse:
         latent_attention=LATENT,
         sparse_attention=SparseAttention(**INDEXER, **options),
     )
-    return Sparse(model, layout)
+    return Sparse(tiny_job(model=model), layout)
 
 
 def test_parameters_and_saved_bytes_are_those_of_the_closed_form() -> None:
@@ -74,7 +74,7 @@ def test_parameters_and_saved_bytes_are_those_of_the_closed_form() -> None:
     for case, answer in zip(CASES, answers(CASES, Layout()), strict=True):
         batch = case.get("batch", 1)
         block = block_of(case, Layout(micro_batch_size=batch))
-        kept = block.activations(tiny_job(model=block.model)).total - block.dropout_mask_bytes - block.residual_bytes
+        kept = block.activations().total - block.dropout_mask_bytes - block.residual_bytes
         rows = TOKENS * batch * HEADS * ROW_STATISTICS
 
         assert answer["parameters"] == block.parameters().dense, case
@@ -88,7 +88,7 @@ def test_exchanges_are_those_of_the_closed_form(layout: Layout, loss: float) -> 
     case = {"dsa_indexer_loss_coeff": loss}
     (answer,) = answers([case], layout)
     block = block_of(case, layout)
-    ours = [*block.exchanges(tiny_job(model=block.model), np.array([1]), np.array([0]), 1)]
+    ours = [*block.exchanges(np.array([1]), np.array([0]))]
     columns, row = (2 * TOKENS * width * (layout.tp > 1) for width in (LATENT.q_lora_rank, 64))
 
     for name, matrices in (

@@ -46,7 +46,7 @@ def job_of(model: ModelSpec, layout: Layout, microbatches: int = 4) -> Job:
 def test_static_bytes_are_those_of_the_parameters(executor: Executor, layout: Layout) -> None:
     """2 bytes of weight, 4 of gradient, 12 of optimizer for each parameter, within 1 %: small ones are rounded up."""
     job = job_of(small(), layout)
-    parameters = stage_parameters(job.model, layout)
+    parameters = stage_parameters(job, layout)
     for found in executor.execute(job, layout, range(layout.pp)):
         count = parameters[found.pp_rank].count
 

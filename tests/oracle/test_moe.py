@@ -127,7 +127,7 @@ def test_uneven_chunks_with_token_prediction(executor: Executor) -> None:
     """The layout names them, the prediction with the head."""
     layout = Layout(pp=2, layers_per_chunk=(3, 1))
     job = job_of(layout, num_layers=4, mtp_num_layers=1)
-    expected = [2 * parameters.count for parameters in stage_parameters(job.model, layout)]
+    expected = [2 * parameters.count for parameters in stage_parameters(job, layout)]
 
     assert pytest.approx(expected, rel=0.01) == [found.weights for found in executor.execute(job, layout, range(2))]
 
@@ -172,7 +172,7 @@ def test_token_prediction_lies_where_the_layout_puts_it(
 def test_weights_are_those_of_the_closed_form(executor: Executor, layout: Layout, changes: dict[str, Any]) -> None:
     """2 bytes for each parameter of every stage, within 1 %."""
     job = job_of(layout, ALLTOALL, **changes)
-    expected = [2 * parameters.count for parameters in stage_parameters(job.model, layout)]
+    expected = [2 * parameters.count for parameters in stage_parameters(job, layout)]
 
     assert pytest.approx(expected, rel=0.01) == [
         found.weights for found in executor.execute(job, layout, range(layout.pp))

@@ -290,7 +290,7 @@ def predicted(job: Job, pp_rank: int) -> Found:
                 found.add(phase, item.kind, item.group, int(item.size_bytes), count)
     hops = [(stage > 0) + (stage < layout.num_chunks - 1) for stage in stages]
     for kind in ("send", "receive"):
-        found.add("between", kind, "pp", residual_bytes(job.model, layout), microbatches * sum(hops))
+        found.add("between", kind, "pp", residual_bytes(job, layout), microbatches * sum(hops))
     _add_step(found, job, stages)
     traffic = step_traffic(job, layout)
     if pp_rank in (0, layout.pp - 1):
@@ -382,7 +382,7 @@ def _repeated_parameters(job: Job, pp_rank: int) -> int:
     biases = 2 * model.hidden_size if model.add_bias_linear else 0
     latents = (latent.kv_lora_rank + (latent.q_lora_rank or 0)) if latent and model.qk_layernorm else 0
     count = len(kinds) * (2 * model.norm_parameters() + biases + latents)
-    count += sum(Experts(model, layout).router_parameters() for kind in kinds if kind == "moe_layer")
+    count += sum(Experts(job, layout).router_parameters() for kind in kinds if kind == "moe_layer")
     return count + is_last * model.norm_parameters() * (1 + 3 * model.mtp_num_layers)
 
 
@@ -413,7 +413,7 @@ def _routing(job: Job) -> Iterator[tuple[str, str, str, int]]:
     The operation of the backward is empty for numbers without gradients.
     """
     model, layout, members = job.model, job.own, group_sizes(job.own)
-    local, experts, together = Sizes(model, layout).local_tokens, model.num_experts or 0, members["ep_etp"]
+    local, experts, together = Sizes(job, layout).local_tokens, model.num_experts or 0, members["ep_etp"]
     probability = FP32_BYTES if job.options.moe_router_dtype == "fp32" else model.dtype_bytes
     if together == 1:
         return
@@ -431,7 +431,7 @@ def _routing(job: Job) -> Iterator[tuple[str, str, str, int]]:
 
 def _batch(job: Job, pp_rank: int) -> Iterator[LeftOut]:
     """Yield the broadcasts of NVIDIA's trainer from the first tensor-parallel rank (training/utils.py:598-780)."""
-    layout, rows = job.own, job.own.cp * Sizes(job.model, job.own).tokens
+    layout, rows = job.own, job.own.cp * Sizes(job, job.own).tokens
     microbatches = layout.num_microbatches(job.batch.global_batch_size)
     is_first, is_last = pp_rank == 0, pp_rank == layout.pp - 1
     num_tables = 3 if is_first and is_last else 2 if is_first else 1 if is_last else 0

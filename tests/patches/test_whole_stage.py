@@ -24,7 +24,7 @@ def found() -> dict[str, Any]:
 def test_states_are_those_of_the_parameters(found: dict[str, Any], name: str) -> None:
     """2 bytes of weight, 4 of gradient, 12 of optimizer, cut as the job is; each tensor's bytes are rounded up."""
     layout, parts = CASES[name].layout, found[name]["parts"]
-    count = stage_parameters(job_of(CASES[name].changes, layout).model, layout)[CASES[name].pp_rank].count
+    count = stage_parameters(job_of(CASES[name].changes, layout), layout)[CASES[name].pp_rank].count
     shards = layout.dp if layout.use_distributed_optimizer else 1
 
     assert pytest.approx(2 * count, rel=0.02) == parts["weights"]
@@ -43,7 +43,7 @@ def test_more_micro_batches_are_in_flight_on_earlier_stages(found: dict[str, Any
 def test_fp16_steps_whatever_its_gradients_are(found: dict[str, Any]) -> None:
     """A step that found infinities would make no states; here they are, 12 bytes a parameter."""
     layout = CASES["fp16"].layout
-    count = stage_parameters(job_of(CASES["fp16"].changes, layout).model, layout)[0].count
+    count = stage_parameters(job_of(CASES["fp16"].changes, layout), layout)[0].count
 
     assert pytest.approx(12 * count, rel=0.04) == found["fp16"]["parts"]["optimizer"]
 
@@ -121,7 +121,7 @@ def test_abstract_execution_sees_the_same(found: dict[str, Any]) -> None:
 def test_a_share_of_the_experts_is_run(found: dict[str, Any]) -> None:
     """Half of four experts in each of two layers, with a router that really chooses."""
     layout = CASES["experts"].layout
-    count = stage_parameters(job_of(CASES["experts"].changes, layout).model, layout)[0].count
+    count = stage_parameters(job_of(CASES["experts"].changes, layout), layout)[0].count
 
     assert pytest.approx(2 * count, rel=0.02) == found["experts"]["parts"]["weights"]
 

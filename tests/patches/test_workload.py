@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from facts_for_tests import fine_grained_model, tiny_model
+from facts_for_tests import fine_grained_model, tiny_job, tiny_model
 from patches.findings import findings_of
 
 from pipette_launch.cost.layers.ends import depth_parameters
@@ -154,7 +154,7 @@ def test_parts_of_fine_grained_models_weigh_what_is_predicted(found: dict[str, A
     """Both kinds of layers, shared experts too, and one depth with the words and the head that it shares."""
     weighs = found["fine-grained"]["parameters"][str(tp)]
     model, layout = fine_grained_model(), Layout(tp=tp)
-    dense, moe = (kind_parameters(model, layout, each) for each in ("layer", "moe_layer"))
+    dense, moe = (kind_parameters(tiny_job(model=model), layout, each) for each in ("layer", "moe_layer"))
     table = word_embedding_parameters(model, layout.tp)
 
     assert ["layer", "moe_layer", "embedding", "head", "core_attention", "prediction"] == [*weighs]

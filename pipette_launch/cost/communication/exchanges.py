@@ -156,8 +156,8 @@ def exchanges_of(job: Job, layout: Layout, counts: LayerCounts, domain: int = 1)
     found = [*depth_exchanges(job, layout, job.model.mtp_num_layers * counts.prediction_S)]
     counts = counts.with_depths(job, layout)
     found += [*shard_exchanges(job, layout, counts), *_tensor_parallel(job, layout, counts)]
-    for block, once_S, again_S in counts.blocks(job.model, layout):
-        found += block.exchanges(job, once_S, again_S, domain)
+    for block, once_S, again_S in counts.blocks(job, layout, domain):
+        found += block.exchanges(once_S, again_S)
     return tuple(exchange for exchange in found if any(exchange.forward) or any(exchange.backward))
 
 
@@ -215,7 +215,7 @@ class LayerCounts:
             head_S=self.head_S * (1 + job.model.mtp_num_layers),
         )
 
-    def blocks(self, model: ModelSpec, layout: Layout) -> Iterator[tuple[Block, Ints, Ints]]:
+    def blocks(self, job: Job, layout: Layout, domain: int = 1) -> Iterator[tuple[Block, Ints, Ints]]:
         """Yield each class of blocks with its count on each stage, and the count that the backward runs again."""
         for name, kind_of_block in CLASSES.items():
             once_S, again_S = (
@@ -223,7 +223,7 @@ class LayerCounts:
                 for layers in (self.layers_S, self.again_S)
             )
             if once_S.any():
-                block = kind_of_block(model, layout)
+                block = kind_of_block(job, layout, domain)
                 yield block, once_S, once_S if block.recompute_module in recompute_modules(layout) else again_S
 
 
@@ -241,10 +241,10 @@ def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[
     """
     if layout.tp == 1:
         return
-    count, options, hidden = Sizes(job.model, layout).tokens, job.options, job.model.hidden_size
+    count, options, hidden = Sizes(job, layout).tokens, job.options, job.model.hidden_size
     size = job.model.dtype_bytes * count * hidden
     embedding_S, head_S, none_S = counts.embedding_S, counts.head_S, 0 * counts.head_S
-    once_S, again_S, columns = _cut_by_tp(job.model, layout, counts)
+    once_S, again_S, columns = _cut_by_tp(job, layout, counts)
     column_S, column_again_S = columns[hidden]
     behind: Behind | None
     if layout.sequence_parallel:
@@ -275,16 +275,14 @@ def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[
     yield Exchange.of("all_reduce", "tp", FP32_BYTES * count, _CROSS_ENTROPY_REDUCTIONS * head_S, none_S)
 
 
-def _cut_by_tp(
-    model: ModelSpec, layout: Layout, counts: LayerCounts
-) -> tuple[Ints, Ints, dict[int, tuple[Ints, Ints]]]:
+def _cut_by_tp(job: Job, layout: Layout, counts: LayerCounts) -> tuple[Ints, Ints, dict[int, tuple[Ints, Ints]]]:
     """Count the blocks that tp cuts on each stage, and their column-parallel matrices by the width of the input.
 
     Each count is a pair: the count in the forward, and the count that recompute adds in the backward.
     """
     none_S = 0 * counts.head_S
-    once_S, again_S, columns = none_S, none_S, {model.hidden_size: (none_S, none_S)}
-    for block, block_S, block_again_S in counts.blocks(model, layout):
+    once_S, again_S, columns = none_S, none_S, {job.model.hidden_size: (none_S, none_S)}
+    for block, block_S, block_again_S in counts.blocks(job, layout):
         if block.is_cut_by_tp():
             once_S, again_S = once_S + block_S, again_S + block_again_S
             for width in block.column_inputs():
@@ -309,7 +307,7 @@ def shard_exchanges(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[E
     weight, gradient = parameters.layer_weight_bytes(job)[1], parameters.reduced_gradient_bytes(job)
     gathers = sharding.weights * weight
     again = sharding.gathers_twice * gathers
-    layers = parameters.unit_parameters(job.model, layout).layers
+    layers = parameters.unit_parameters(job, layout).layers
     groups: tuple[Group, Group] = ("shard", "expert_shard")
     for kind, layers_S in counts.layers_S.items():
         forward: Behind = ("forward", kind)
@@ -341,7 +339,7 @@ def _sharded_ends(job: Job, layout: Layout, sharding: parameters.Sharding, count
     The compute of the layer next to the head hides the head's exchanges under FSDP.
     """
     model, gradient = job.model, parameters.reduced_gradient_bytes(job)
-    embedding, head = parameters.end_parameters(model, layout)
+    embedding, head = parameters.end_parameters(job, layout)
     embedding_S, head_S, none_S = counts.embedding_S, counts.head_S, 0 * counts.head_S
     forward: Behind = ("forward", model.layer_kinds[-1])
     backward: Behind = ("backward", model.layer_kinds[-1])
@@ -382,14 +380,14 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
     layers once a step if they stay gathered from pass to pass.
     """
     sharding, copies, replicas = parameters.sharding_of(job), parameters.shard_copies(job), layout.dp * layout.cp
-    gradient, chunks = parameters.reduced_gradient_bytes(job), parameters.chunk_parameters(job.model, layout)
+    gradient, chunks = parameters.reduced_gradient_bytes(job), parameters.chunk_parameters(job, layout)
     dense = expert = float(gradient)
     if sharding and sharding.gradients:
         members, moved = group_sizes(layout, instances=copies), 2 * (copies - 1) / copies * gradient
         dense, expert = moved / members["shard"], moved / members["expert_shard"]
     sizes = sent = [(chunk.dense, chunk.expert) for chunk in chunks]
     if sharding and sharding.weights:
-        first, last = parameters.end_parameters(job.model, layout)
+        first, last = parameters.end_parameters(job, layout)
         sent = [(0, 0) for _ in chunks]
         sent[0] = (first, 0)
         sent[-1] = (sent[-1][0] + last, 0)

@@ -398,7 +398,7 @@ def _compute_times(
     if not only_experts:
         parts["embedding"] = embedding_loads(job, layout)
         parts["head"] = head_loads(job, layout)
-        parts["core_attention"] = (Sparse if job.model.sparse_attention else Attention)(job.model, layout).core_loads()
+        parts["core_attention"] = (Sparse if job.model.sparse_attention else Attention)(job, layout).core_loads()
     shares = _waiting_shares(job, device, layers)
     for name, loads in parts.items():
         # Input gradient and weight gradient are priced as one pass, because the host launches the kernels of the next

@@ -308,7 +308,7 @@ class ComputeTable:
         kinds = model.layer_kinds if model.hybrid or model.linear_layers else model.layer_kinds[:1]
         shares = {kind: count / len(kinds) for kind, count in Counter(kinds).items()}
         layer = sum((part[kind] * share for kind, share in shares.items()), Passes())
-        column = sum((part[kind] * (share * column_share(model, kind)) for kind, share in shares.items()), Passes())
+        column = sum((part[kind] * (share * column_share(self._job, kind)) for kind, share in shares.items()), Passes())
         whole = {kind: self._whole_layer(layout, part, kind) for kind in model.possible_kinds}
         return Hiding(
             core_attention_s=self._core_s(part, kinds),
@@ -324,7 +324,7 @@ class ComputeTable:
         """Return the forward seconds of scores and context in a layer that has attention: measured, else by FLOPs."""
         if _CORE in part:
             return part[_CORE].forward_s
-        shares = [(kind, attention_core_share(self._job.model, kind)) for kind in kinds]
+        shares = [(kind, attention_core_share(self._job, kind)) for kind in kinds]
         found_s = [part[kind].forward_s * share for kind, share in shares if share > 0]
         return sum(found_s) / len(found_s) if found_s else 0.0
 
@@ -387,15 +387,15 @@ class ComputeTable:
         return self._layer(layout, part, 0 if again else layout.recompute.num_layers, kind)
 
     def _layer(self, layout: Layout, part: dict[str, Passes], index_in_chunk: int, kind: LayerKind) -> Passes:
-        model, layer, source = self._job.model, part[kind], self.source(case_of(layout))
-        share = recompute_share(model, layout, index_in_chunk, kind)
+        layer, source = part[kind], self.source(case_of(layout))
+        share = recompute_share(self._job, layout, index_in_chunk, kind)
         if layout.recompute.granularity == "full" and source:
             # The ratio of recompute to forward is 1 if the warm-up timed no recompute. If the warm-up timed recompute
             # only in other cases, the ratio's median over these cases is used, because the ratio hardly differs between
             # cases.
             share *= self._again.get((source, kind), self._usual_again[kind])
         if _CORE in part and "core_attn" in recompute_modules(layout):
-            core_share = attention_core_share(model, kind)
+            core_share = attention_core_share(self._job, kind)
             share += part[_CORE].forward_s / layer.forward_s - core_share if core_share else 0.0
         layer = layer.again(share)
         copies = self.copies_to_host or (layout.recompute.offload_modules and self._host_bytes_per_s)

@@ -68,8 +68,9 @@ class Attention(Block):
 
     graph_parts = ("attn",)
 
-    def __init__(self, model: ModelSpec, layout: Layout) -> None:
-        super().__init__(model, layout)
+    def __init__(self, job: Job, layout: Layout, domain: int = 1) -> None:
+        super().__init__(job, layout, domain)
+        model = self.model
         latent = model.latent_attention
         self.heads = model.num_attention_heads // layout.tp
         self.groups = self.heads if latent else max(1, model.num_query_groups // layout.tp)
@@ -119,7 +120,7 @@ class Attention(Block):
         norms = ranks * (2 if model.normalization == "LayerNorm" else 1) if model.qk_layernorm else 0
         return count + norms + (hidden if model.add_bias_linear else 0)
 
-    def activations(self, job: Job) -> Activations:
+    def activations(self) -> Activations:
         """Count the activations of norm, projections and attention core.
 
         A whole layer of Llama with fused attention keeps s*b*h*(12 + 4k/a + 6f/h)/t bytes with sequence parallelism.
@@ -129,23 +130,23 @@ class Attention(Block):
         """
         latent, latents = self.model.latent_attention, 0
         if latent:
-            each = self.latent_bytes(latent, job)
+            each = self.latent_bytes(latent)
             # Ring attention keeps the last keys and values in a buffer that recompute of projections does not free.
-            pair = self.pair_bytes if ring_steps(job, self.layout) else 0
+            pair = self.pair_bytes if ring_steps(self.job, self.layout) else 0
             kept, latents = each.compressed + each.context + pair, each.projected - pair
         else:
-            kept = self.projected_bytes(job)
+            kept = self.projected_bytes()
         return Activations(
-            layer_input=self.stream_bytes(job),
-            attention_norm=self.residual_bytes if latent else as_matrix_input(job, self.residual_bytes),
+            layer_input=self.stream_bytes(),
+            attention_norm=self.residual_bytes if latent else as_matrix_input(self.job, self.residual_bytes),
             attention=kept,
             latent_projections=latents,
-            core_attention=self.core_bytes(job),
+            core_attention=self.core_bytes(),
             dropout_masks=self.dropout_mask_bytes,
             fuses_attention_norm=self.uses_te and not latent,
         )
 
-    def projected_bytes(self, job: Job) -> int:
+    def projected_bytes(self) -> int:
         """Count query, key, value and context, T*(2a + 2k)*d elements, and the tensors kept between them.
 
         The whole output of the query-key-value matrix is not kept, because TE makes query, key and value contiguous.
@@ -153,7 +154,7 @@ class Attention(Block):
         """
         model, channels = self.model, self.model.kv_channels
         element = model.dtype_bytes * self.tokens
-        kept = element * (self.heads + 2 * self.groups) * channels + self.context_bytes(job)
+        kept = element * (self.heads + 2 * self.groups) * channels + self.context_bytes()
         if not is_local(model) and model.attention_backend == "flash" and self.layout.micro_batch_size > 1:
             # Flash attention needs tensors whose first dimension is the batch. If a micro-batch has several samples,
             # FlashAttention.forward copies its output for the projection, so the output is kept twice (TE backends.py,
@@ -163,26 +164,27 @@ class Attention(Block):
             # The output gate keeps itself and its product with the context, which is the projection's input. With one
             # query group the gate is a view of the whole output of the matrix (MC transformer/attention.py:1486).
             whole = self.heads * self.query + self.gate + self.pair
-            kept += element * ((self.gate if self.groups > 1 else whole) + (0 if has_narrow_copies(job) else self.gate))
+            kept += element * (self.gate if self.groups > 1 else whole)
+            kept += 0 if has_narrow_copies(self.job) else element * self.gate
         if model.qk_layernorm:
             # Inputs of the norms of query and key, and their statistics (MC transformer/attention.py:1477-1481).
             vectors = self.tokens * (self.heads + self.groups)
             kept += vectors * (model.dtype_bytes * channels + _STATISTICS_BYTES[model.normalization])
-        if model.position_embedding_type == "rope" and not job.options.apply_rope_fusion:
+        if model.position_embedding_type == "rope" and not self.options.apply_rope_fusion:
             kept += ANGLES * model.dtype_bytes * model.seq_length // self.layout.cp * channels
         return kept
 
-    def context_bytes(self, job: Job) -> int:
+    def context_bytes(self) -> int:
         """Count the core's output, which flash and fused attention, an output gate and the output projection keep.
 
         With FP8 and delayed scaling the output projection keeps a narrow copy instead (TE module/linear.py).
         """
         size = self.model.dtype_bytes * self.tokens * self.heads * self.value
-        if not has_narrow_copies(job):
+        if not has_narrow_copies(self.job):
             return size
-        return as_matrix_input(job, size) + (size if is_flash(self.model) or self.gate else 0)
+        return as_matrix_input(self.job, size) + (size if is_flash(self.model) or self.gate else 0)
 
-    def latent_bytes(self, latent: LatentAttention, job: Job) -> LatentBytes:
+    def latent_bytes(self, latent: LatentAttention) -> LatentBytes:
         """Count the bytes that multi-latent attention keeps (MLA:580-850).
 
         The outputs of the up-projections are not kept: query, key and value are assembled from copies. An unfused
@@ -190,17 +192,17 @@ class Attention(Block):
         latents.
         """
         model, ranks = self.model, latent.kv_lora_rank + (latent.q_lora_rank or 0)
-        is_fused = self.uses_te and job.options.apply_rope_fusion
+        is_fused = self.uses_te and self.options.apply_rope_fusion
         angles = 0 if is_fused else ANGLES * model.seq_length // self.layout.cp * latent.qk_pos_emb_head_dim
         widths = latent.qk_pos_emb_head_dim + (ranks if model.qk_layernorm else 0)
-        inputs = as_matrix_input(job, model.dtype_bytes * self.local_tokens * ranks)
+        inputs = as_matrix_input(self.job, model.dtype_bytes * self.local_tokens * ranks)
         return LatentBytes(
             compressed=model.dtype_bytes * (self.local_tokens * widths + angles) + inputs,
             projected=model.dtype_bytes * self.tokens * self.heads * (2 * self.query + self.value),
-            context=self.context_bytes(job),
+            context=self.context_bytes(),
         )
 
-    def core_bytes(self, job: Job) -> int:
+    def core_bytes(self) -> int:
         """Count the bytes that the attention core keeps, by backend.
 
         Flash and fused attention keep the log-sum-exp in fp32. Unfused attention, Megatron's own included, keeps
@@ -211,7 +213,7 @@ class Attention(Block):
         model, rows = self.model, self.heads * self.tokens
         if is_flash(model):
             return FP32_BYTES * rows
-        wide = is_local(model) and self._softmax_is_wide(job)
+        wide = is_local(model) and self._softmax_is_wide()
         each = FP32_BYTES if wide else model.dtype_bytes
         if model.attention_dropout > 0:
             each += model.dtype_bytes + MASK_BYTES
@@ -219,9 +221,9 @@ class Attention(Block):
             each += model.dtype_bytes
         return rows * model.seq_length * each
 
-    def _softmax_is_wide(self, job: Job) -> bool:
+    def _softmax_is_wide(self) -> bool:
         """Return True if Megatron's softmax runs unfused in fp32, on scores of 2 bytes (MC fused_softmax.py:239)."""
-        model, options = self.model, job.options
+        model, options = self.model, self.options
         matrices = self.layout.micro_batch_size * self.heads
         fits_kernel = 16 < model.seq_length <= 4096 and model.seq_length % 4 == 0 and matrices % 4 == 0
         in_fp32 = options.attention_softmax_in_fp32 or options.apply_query_key_layer_scaling
@@ -248,11 +250,11 @@ class Attention(Block):
         model = self.model
         return model.dtype_bytes * self.heads * self.tokens * model.seq_length if is_local(model) else 0
 
-    def backward_bytes(self, job: Job) -> int:
+    def backward_bytes(self) -> int:
         """Count the larger need of bytes: the core's backward with two residual gradients, or the ring's exchange."""
-        return max(2 * self.residual_bytes + self.core_backward_bytes(job), self.exchange_bytes(job))
+        return max(2 * self.residual_bytes + self.core_backward_bytes(), self.exchange_bytes())
 
-    def core_backward_bytes(self, job: Job) -> int:
+    def core_backward_bytes(self) -> int:
         """Count the bytes that the backward of the attention core needs beyond the core's kept activations.
 
         The backward of the core needs the gradients of query, key, value and context. The backward of unfused attention
@@ -261,12 +263,12 @@ class Attention(Block):
         values twice (TE context_parallel.py, AttnFuncWithCPAndKVP2P.backward).
         """
         channels = (self.heads + self.groups) * (self.query + self.value)
-        if ring_steps(job, self.layout):
+        if ring_steps(self.job, self.layout):
             channels += self.heads * self.query + 5 * self.pair
         scores = 0 if is_flash(self.model) else self.heads * self.model.seq_length
         return self.model.dtype_bytes * self.tokens * (channels + scores)
 
-    def exchange_bytes(self, job: Job) -> int:
+    def exchange_bytes(self) -> int:
         """Count the bytes that context parallelism holds in one layer beside the core's inputs and output.
 
         Ring attention keeps keys, values, output and statistics of every step until the last step corrects all outputs.
@@ -275,12 +277,12 @@ class Attention(Block):
         additional bytes (TE context_parallel.py, forward of AttnFuncWithCPAndKVP2P and AttnFuncWithCPAndKVAllGather,
         v1.7 to v2.18).
         """
-        steps, cp = ring_steps(job, self.layout), self.layout.cp
-        gathers = cp > 1 and "all_gather" in job.options.cp_comm_type
+        steps, cp = ring_steps(self.job, self.layout), self.layout.cp
+        gathers = cp > 1 and "all_gather" in self.options.cp_comm_type
         output = self.tokens * self.heads * (self.model.dtype_bytes * self.value + FP32_BYTES)
         return steps * output + max(steps, cp if gathers else 0) * self.pair_bytes
 
-    def loads(self, _job: Job) -> PassLoads:
+    def loads(self) -> PassLoads:
         """Return the work of projections, rotary embedding and core."""
         model, latent, count = self.model, self.model.latent_attention, self.tokens
         if latent:
@@ -383,7 +385,7 @@ class Attention(Block):
             yield Exchange.of("all_gather", "tp", row * gathered, once_S, again_S)
             yield Exchange.of("reduce_scatter", "tp", row * gathered, none_S, once_S)
 
-    def exchanges(self, _job: Job, once_S: Ints, again_S: Ints, _domain: int) -> Iterator[Exchange]:
+    def exchanges(self, once_S: Ints, again_S: Ints) -> Iterator[Exchange]:
         """Yield the gathers of heads or latents, and ring attention's exchange.
 
         The ring moves keys and values in the forward, and keys, values and their gradients in the backward. The

@@ -15,16 +15,15 @@ from dataclasses import dataclass, replace
 from pipette_launch.cost.layers.passes import Exchange, PassLoads
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
-from pipette_launch.facts.model import ModelSpec
 
 FP32_BYTES = 4
 MASK_BYTES = 1
 _FIRST_ORIGINALS = {"fp8": (0, 14), "fp4": (0, 16)}
 
 
-def residual_bytes(model: ModelSpec, layout: Layout) -> int:
+def residual_bytes(job: Job, layout: Layout) -> int:
     """Bytes of one T x h tensor, split over tp by sequence parallelism (Korthikanti et al. 2022, section 4.2)."""
-    return Sizes(model, layout).residual_bytes
+    return Sizes(job, layout).residual_bytes
 
 
 def narrow_bits(job: Job) -> float:
@@ -168,11 +167,12 @@ class Activations:
 
 
 class Sizes:
-    """Tensor sizes that follow from the model and the layout alone."""
+    """Tensor sizes that all blocks of a layer share."""
 
-    def __init__(self, model: ModelSpec, layout: Layout) -> None:
-        self.model = model
-        self.layout = layout
+    def __init__(self, job: Job, layout: Layout) -> None:
+        self.job, self.layout = job, layout
+        self.model, self.options = job.model, job.options
+        model = job.model
         self.tokens = model.seq_length * layout.micro_batch_size // layout.cp
         """Number of tokens of a rank before sequence parallelism splits the tokens: T = s * b / cp."""
         shards = layout.tp if layout.sequence_parallel else 1
@@ -188,23 +188,27 @@ class Sizes:
         """Output width of an MLP's first matrix, in multiples of the MLP's width: 2 for gated units, else 1."""
         self.uses_te = model.transformer_impl == "transformer_engine"
 
-    def stream_bytes(self, job: Job) -> int:
+    def stream_bytes(self) -> int:
         """Bytes of the tensor between layers, in fp32 with `--fp32-residual-connection`, else in the model's type."""
-        wide = job.options.fp32_residual_connection
+        wide = self.options.fp32_residual_connection
         return self.residual_bytes * FP32_BYTES // self.model.dtype_bytes if wide else self.residual_bytes
 
 
 class Block(Sizes, ABC):
     """Base class for the blocks of a layer.
 
-    A method counts the block's norm only if its docstring names the norm. A `job` argument has the model that the block
-    was made for.
+    A method counts the block's norm only if its docstring names the norm.
     """
 
     graph_parts: tuple[str, ...] = ()
     """Parts of the block, in order, that CUDA graphs can hold, by Megatron's names (`Graphs.captured`)."""
     recompute_module = ""
     """Megatron's name of the block as a module of selective recompute; empty if the block cannot be recomputed."""
+
+    def __init__(self, job: Job, layout: Layout, domain: int = 1) -> None:
+        """Size the block; `domain` is the number of slots in one NVLink domain, on which its exchanges depend."""
+        super().__init__(job, layout)
+        self.domain = domain
 
     @abstractmethod
     def parameters(self) -> Parameters:
@@ -215,21 +219,21 @@ class Block(Sizes, ABC):
         return self.parameters().count
 
     @abstractmethod
-    def activations(self, job: Job) -> Activations:
+    def activations(self) -> Activations:
         """Count the bytes that the block keeps for its backward, with norm, the norm's input and dropout mask."""
 
     @abstractmethod
-    def backward_bytes(self, job: Job) -> int:
+    def backward_bytes(self) -> int:
         """Count the bytes that the block's backward needs for a while, beyond the layer's kept activations."""
 
     @abstractmethod
-    def loads(self, job: Job) -> PassLoads:
+    def loads(self) -> PassLoads:
         """Return the work of the block's passes for the device."""
 
-    def loads_of_parts(self, job: Job) -> dict[str, PassLoads]:
+    def loads_of_parts(self) -> dict[str, PassLoads]:
         """Return the work of the block's passes for the device, for each of `graph_parts`, in their order."""
         (only,) = self.graph_parts
-        return {only: self.loads(job)}
+        return {only: self.loads()}
 
     def module_flops(self) -> dict[str, float]:
         """Return the forward FLOPs per token of each module of the block that selective recompute can name."""
@@ -247,10 +251,10 @@ class Block(Sizes, ABC):
         """Return the width of the input of each column-parallel matrix, if tensor parallelism cuts the block."""
         return (self.model.hidden_size,)
 
-    def exchanges(self, _job: Job, _once_S: Ints, _again_S: Ints, _domain: int) -> Iterator[Exchange]:
+    def exchanges(self, _once_S: Ints, _again_S: Ints) -> Iterator[Exchange]:
         """Yield the collectives of the block except the collectives around row- and column-parallel matrices.
 
         `once_S` counts the blocks of this class on each stage, and `again_S` counts the blocks that recompute runs
-        again. `domain` is the number of slots in one NVLink domain.
+        again.
         """
         yield from ()

@@ -21,7 +21,7 @@ _TOKEN_ID_BYTES = 8
 
 def embedding_bytes(job: Job, layout: Layout) -> int:
     """Count the bytes of one micro-batch's token ids (8*s*b) and of the embedding's dropout mask (s*b*h)."""
-    sizes = Sizes(job.model, layout)
+    sizes = Sizes(job, layout)
     return _TOKEN_ID_BYTES * sizes.tokens + sizes.dropout_mask_bytes
 
 
@@ -33,7 +33,7 @@ def attention_mask_bytes(job: Job, layout: Layout) -> int:
     """
     options = job.options
     makes = options.create_attention_mask_in_dataloader and not options.dataloader_inter_document_masking
-    return MASK_BYTES * Sizes(job.model, layout).tokens * job.model.seq_length if makes else 0
+    return MASK_BYTES * Sizes(job, layout).tokens * job.model.seq_length if makes else 0
 
 
 def loaded_mask_bytes(job: Job, layout: Layout) -> int:
@@ -59,7 +59,7 @@ def head_bytes(job: Job, layout: Layout) -> int:
     Each depth of multi-token prediction computes its own loss, which keeps a copy of the depth's logits. A Python
     variable of Megatron keeps the logits of one depth alive as long as the head's logits (GPT:611-660).
     """
-    sizes, depths, dtype = Sizes(job.model, layout), job.model.mtp_num_layers, job.model.dtype_bytes
+    sizes, depths, dtype = Sizes(job, layout), job.model.mtp_num_layers, job.model.dtype_bytes
     copy, gradient = loss_bytes_per_logit(job)
     each = (1 + min(depths, 1)) * dtype + (1 + depths) * copy + gradient
     return 2 * sizes.residual_bytes + sizes.tokens * _vocabulary(job.model, layout) * each
@@ -89,13 +89,13 @@ def deferred_bytes(job: Job, layout: Layout) -> int:
     """
     if not job.options.defer_embedding_wgrad_compute:
         return 0
-    sizes = Sizes(job.model, layout)
+    sizes = Sizes(job, layout)
     return sizes.residual_bytes + job.model.dtype_bytes * sizes.tokens * _vocabulary(job.model, layout)
 
 
 def embedding_loads(job: Job, layout: Layout) -> PassLoads:
     """Return the work of the embedding: it copies rows in the forward and adds up their gradients in the backward."""
-    rows = Sizes(job.model, layout).residual_bytes
+    rows = Sizes(job, layout).residual_bytes
     dropout = 2.5 * rows if job.model.hidden_dropout > 0 else 0.0
     return PassLoads(
         forward=Load(moved_bytes=2 * rows + dropout, kernels=4),
@@ -111,7 +111,7 @@ def head_loads(job: Job, layout: Layout) -> PassLoads:
     division and scaling. TE's cross-entropy reads the logits twice, and overwrites them with their gradients. The
     product runs in 16 bits, or with `--fp8-output-proj` in the format of the layers' linears.
     """
-    model, options, sizes = job.model, job.options, Sizes(job.model, layout)
+    model, options, sizes = job.model, job.options, Sizes(job, layout)
     vocabulary, dtype, norm = _vocabulary(model, layout), model.dtype_bytes, 2 * sizes.residual_bytes
     logits = sizes.tokens * vocabulary
     forward = norm + logits * (dtype + 4 + 4 + 8 + 8 + 4 + 8)
@@ -139,12 +139,12 @@ def depth_bytes(job: Job, layout: Layout) -> int:
     A depth keeps the inputs of three norms and both halves of the projection's input. Each depth also keeps its part of
     the tensor that all heads read, and the bytes of an embedding.
     """
-    return 6 * Sizes(job.model, layout).residual_bytes + embedding_bytes(job, layout)
+    return 6 * Sizes(job, layout).residual_bytes + embedding_bytes(job, layout)
 
 
 def depth_loads(job: Job, layout: Layout, layers: PassLoads) -> PassLoads:
     """Return the work of one depth: embedding, two norms, a projection from 2h to h, layers, a head and a loss."""
-    hidden, sizes = job.model.hidden_size, Sizes(job.model, layout)
+    hidden, sizes = job.model.hidden_size, Sizes(job, layout)
     projection, rows = matrix(sizes.tokens, hidden // layout.tp, 2 * hidden), sizes.residual_bytes
     # Each of a depth's two norms reads and writes T * h elements. Concatenating the norms' outputs reads and writes 2 *
     # T * h elements.
@@ -159,7 +159,7 @@ def depth_exchanges(job: Job, layout: Layout, depths_S: Ints) -> Iterator[Exchan
     """
     if layout.tp == 1:
         return
-    size = job.model.dtype_bytes * Sizes(job.model, layout).tokens * job.model.hidden_size
+    size = job.model.dtype_bytes * Sizes(job, layout).tokens * job.model.hidden_size
     none_S = 0 * depths_S
     if layout.sequence_parallel:
         yield Exchange.of("all_gather", "tp", size, depths_S, depths_S)

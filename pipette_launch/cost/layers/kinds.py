@@ -22,7 +22,7 @@ from pipette_launch.cost.layers.sparse import SharedSparse, Sparse
 from pipette_launch.cost.layers.ssm import Delta, Mamba
 from pipette_launch.facts.job import ITERATION, Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.model import BLOCKS, BlockKind, LayerKind, ModelSpec
+from pipette_launch.facts.model import BLOCKS, BlockKind, LayerKind
 
 CLASSES: dict[BlockKind, type[Block]] = {
     "mamba": Mamba,
@@ -44,29 +44,29 @@ the launch of the graph (Transformer Engine, graph.py, `Graphed`; Megatron core_
 _ALONE = Layout()
 
 
-def blocks_of(model: ModelSpec, layout: Layout, kind: LayerKind) -> list[Block]:
-    """Return the blocks of a layer."""
-    return [CLASSES[block](model, layout) for block in BLOCKS[kind]]
+def blocks_of(job: Job, layout: Layout, kind: LayerKind, domain: int = 1) -> list[Block]:
+    """Return the blocks of a layer, on NVLink domains of `domain` slots."""
+    return [CLASSES[block](job, layout, domain) for block in BLOCKS[kind]]
 
 
-def kind_parameters(model: ModelSpec, layout: Layout, kind: LayerKind) -> Parameters:
+def kind_parameters(job: Job, layout: Layout, kind: LayerKind) -> Parameters:
     """Count one layer's parameters on one rank, norms included; 0 for experts if the model has no experts."""
-    if "experts" in BLOCKS[kind] and not model.num_experts:
+    if "experts" in BLOCKS[kind] and not job.model.num_experts:
         return Parameters()
-    norms = Parameters(dense=len(BLOCKS[kind]) * model.norm_parameters())
-    return sum((block.parameters() for block in blocks_of(model, layout, kind)), norms)
+    norms = Parameters(dense=len(BLOCKS[kind]) * job.model.norm_parameters())
+    return sum((block.parameters() for block in blocks_of(job, layout, kind)), norms)
 
 
 def kind_activations(job: Job, layout: Layout, kind: LayerKind) -> Activations:
     """Count the bytes that a layer keeps without recompute and offloading."""
-    return sum((block.activations(job) for block in blocks_of(job.model, layout, kind)), Activations())
+    return sum((block.activations() for block in blocks_of(job, layout, kind)), Activations())
 
 
 def kept_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
     """Count the bytes that a layer keeps if it is not fully recomputed."""
     modules, found = recompute_modules(layout), kind_activations(job, layout, kind)
     kept = found.total - found.recomputed(modules)
-    if "core_attn" in modules and isinstance(first := blocks_of(job.model, layout, kind)[0], Attention):
+    if "core_attn" in modules and isinstance(first := blocks_of(job, layout, kind)[0], Attention):
         kept += first.held_for_recompute_bytes()
     return kept - offloaded(job, layout, kind).mean_left
 
@@ -83,14 +83,14 @@ def backward_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
     if "mamba" in blocks:
         # The offloaded tensors of a layer below may be back on the device already.
         returned = max(offloaded(job, layout, other).moved for other in {*model.layer_kinds})
-        return Mamba(model, layout).backward_bytes(job) + returned
+        return Mamba(job, layout).backward_bytes() + returned
     has_experts = "experts" in blocks
-    mixers = (block for block in blocks_of(model, layout, kind) if isinstance(block, (Attention, Delta)))
-    mixer = next(mixers, Attention(model, layout))
-    behind = (Experts if has_experts or (model.num_experts and not model.has_dense_mlps) else Mlp)(model, layout)
-    kept, away = behind.activations(job), offloaded(job, layout, kind)
+    mixers = (block for block in blocks_of(job, layout, kind) if isinstance(block, (Attention, Delta)))
+    mixer = next(mixers, Attention(job, layout))
+    behind = (Experts if has_experts or (model.num_experts and not model.has_dense_mlps) else Mlp)(job, layout)
+    kept, away = behind.activations(), offloaded(job, layout, kind)
     freed = kept.total - kept.dropout_masks - away.mlp
-    peak = max(behind.backward_bytes(job), mixer.backward_bytes(job) - freed)
+    peak = max(behind.backward_bytes(), mixer.backward_bytes() - freed)
     if has_experts and job.options.overlap_moe_expert_parallel_comm:
         # The forward of the next micro-batch runs beside the backward, layer by layer, so one more layer keeps its
         # activations (megatron-core, pipeline_parallel/combined_1f1b.py).
@@ -104,7 +104,7 @@ def prediction_bytes(job: Job, layout: Layout) -> int:
     if not model.mtp_num_layers:
         return 0
     if layout.recompute.granularity == "full":
-        layers = Mlp(model, layout).stream_bytes(job) * len(model.prediction_kinds)
+        layers = Mlp(job, layout).stream_bytes() * len(model.prediction_kinds)
     else:
         layers = sum(kept_bytes(job, layout, kind) for kind in model.prediction_kinds)
     return model.mtp_num_layers * (layers + depth_bytes(job, layout))
@@ -118,18 +118,18 @@ def kind_loads(job: Job, layout: Layout, kind: LayerKind) -> PassLoads:
     """
     graphs = job.options.graphs
     parts: dict[str, PassLoads] = {}
-    for block in blocks_of(job.model, layout, kind):
-        parts |= _parts_with_norm(job, block)
+    for block in blocks_of(job, layout, kind):
+        parts |= _parts_with_norm(block)
     captured = graphs.captured(parts)
     launches = GRAPH_KERNELS if captured and graphs.impl != ITERATION else 0.0
     launched = (loads.launched(0.0 if name in captured else 1.0) for name, loads in parts.items())
     return sum(launched, PassLoads(forward=Load(kernels=launches), input_grad=Load(kernels=launches)))
 
 
-def _parts_with_norm(job: Job, block: Block) -> dict[str, PassLoads]:
+def _parts_with_norm(block: Block) -> dict[str, PassLoads]:
     """Return the work of a block's parts. The first part has the norm, and the last has the residual connection."""
     norm, residual = _around_block(block)
-    parts = block.loads_of_parts(job)
+    parts = block.loads_of_parts()
     parts[block.graph_parts[0]] += norm
     parts[block.graph_parts[-1]] += residual
     return parts
@@ -158,7 +158,7 @@ def _around_block(block: Block) -> tuple[PassLoads, PassLoads]:
     return norm, residual
 
 
-def recompute_share(model: ModelSpec, layout: Layout, index_in_chunk: int, kind: LayerKind) -> float:
+def recompute_share(job: Job, layout: Layout, index_in_chunk: int, kind: LayerKind) -> float:
     """Return the share of a layer's forward that its backward runs again.
 
     Full recompute runs whole layers again: every layer with method `uniform`, the first `num_layers` of each chunk with
@@ -172,28 +172,28 @@ def recompute_share(model: ModelSpec, layout: Layout, index_in_chunk: int, kind:
     names -= {"shared_experts"} if "moe" in names else set()
     if not names:
         return 0.0
-    flops = _module_flops(model, kind)
-    return sum(flops.get(name, 0.0) for name in names) / model.kind_flops_per_token(kind)
+    flops = _module_flops(job, kind)
+    return sum(flops.get(name, 0.0) for name in names) / job.model.kind_flops_per_token(kind)
 
 
-def column_share(model: ModelSpec, kind: LayerKind) -> float:
+def column_share(job: Job, kind: LayerKind) -> float:
     """Return a mean column-parallel matrix's share of a layer's FLOPs; 0 if the layer has no such matrix.
 
     While the input gradient of a column-parallel matrix is computed, its input is gathered again. While the weight
     gradient of a column-parallel matrix is computed, the gradients of the matrix's input are reduced (layers.py,
     LinearWithGradAccumulationAndAsyncCommunication).
     """
-    columns = [flops for block in blocks_of(model, _ALONE, kind) if (flops := block.column_flops())]
-    return sum(columns) / max(len(columns), 1) / model.kind_flops_per_token(kind)
+    columns = [flops for block in blocks_of(job, _ALONE, kind) if (flops := block.column_flops())]
+    return sum(columns) / max(len(columns), 1) / job.model.kind_flops_per_token(kind)
 
 
-def attention_core_share(model: ModelSpec, kind: LayerKind = "layer") -> float:
+def attention_core_share(job: Job, kind: LayerKind = "layer") -> float:
     """Return the share of a layer's FLOPs in attention scores and context."""
-    return _module_flops(model, kind).get("core_attn", 0.0) / model.kind_flops_per_token(kind)
+    return _module_flops(job, kind).get("core_attn", 0.0) / job.model.kind_flops_per_token(kind)
 
 
-def _module_flops(model: ModelSpec, kind: LayerKind) -> dict[str, float]:
-    return {name: flops for block in blocks_of(model, _ALONE, kind) for name, flops in block.module_flops().items()}
+def _module_flops(job: Job, kind: LayerKind) -> dict[str, float]:
+    return {name: flops for block in blocks_of(job, _ALONE, kind) for name, flops in block.module_flops().items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,16 +251,16 @@ def offloaded(job: Job, layout: Layout, kind: LayerKind) -> Offloaded:
     modules, share = _offloading(job, layout)
     if not modules or model.transformer_impl != "transformer_engine":
         return Offloaded()
-    block, blocks = Attention(model, layout), BLOCKS[kind]
+    block, blocks = Attention(job, layout), BLOCKS[kind]
     sides = (
-        _attention_tensors(job, block) if "attention" in blocks else (),
+        _attention_tensors(block) if "attention" in blocks else (),
         _expert_tensors(job, layout) if "experts" in blocks else (),
     )
     of_attention, of_mlp = (
         [tensor for tensor in side if tensor.elements >= options.min_offloaded_tensor_size] for side in sides
     )
     away, moved = (sum(getattr(tensor, name) for tensor in (*of_attention, *of_mlp)) for name in ("kept", "moved"))
-    scores = block.core_bytes(job) if model.attention_backend == "unfused" and moved else 0
+    scores = block.core_bytes() if model.attention_backend == "unfused" and moved else 0
     return Offloaded(
         attention=sum(tensor.kept for tensor in of_attention),
         mlp=sum(tensor.kept for tensor in of_mlp),
@@ -278,25 +278,26 @@ def _offloading(job: Job, layout: Layout) -> tuple[tuple[str, ...], float]:
     return options.offload_modules, options.activation_offload_fraction
 
 
-def _stream(job: Job, block: Block) -> _Tensor:
-    return _Tensor(block.local_tokens * job.model.hidden_size, block.stream_bytes(job), block.stream_bytes(job))
+def _stream(block: Block) -> _Tensor:
+    return _Tensor(block.local_tokens * block.model.hidden_size, block.stream_bytes(), block.stream_bytes())
 
 
-def _attention_tensors(job: Job, block: Attention) -> Iterator[_Tensor]:
+def _attention_tensors(block: Attention) -> Iterator[_Tensor]:
     """Yield saved tensors up to the output projection (MC transformer/attention.py, multi_latent_attention.py)."""
-    model, (modules, _), recomputed = job.model, _offloading(job, block.layout), recompute_modules(block.layout)
+    job, model, recomputed = block.job, block.model, recompute_modules(block.layout)
+    modules, _ = _offloading(job, block.layout)
     is_latent, output = model.latent_attention is not None, block.tokens * block.heads * block.value
     if is_latent and "attn_norm" in modules:
-        yield _stream(job, block)
+        yield _stream(block)
     if "qkv_linear" in modules:
-        yield from _projection_tensors(job, block)
+        yield from _projection_tensors(block)
     if "core_attn" in modules and not {"core_attn", "mla_up_proj"} & set(recomputed):
         for channels in (block.heads * block.query, block.groups * block.query, block.groups * block.value):
             yield _Tensor.of(block.tokens * channels, model.dtype_bytes)
         if model.attention_backend == "unfused":
             # Without dropout, softmax and matrix product both save the probabilities, so two copies return to the
             # device.
-            size, copies = block.core_bytes(job), 1 if model.attention_dropout > 0 else 2
+            size, copies = block.core_bytes(), 1 if model.attention_dropout > 0 else 2
             yield _Tensor(block.tokens * block.heads * model.seq_length, size, copies * size)
         else:
             # The attention core and the output projection both save the core's output. If the projection offloads the
@@ -307,12 +308,12 @@ def _attention_tensors(job: Job, block: Attention) -> Iterator[_Tensor]:
         yield _Tensor(output, output * model.dtype_bytes + narrow, narrow or output * model.dtype_bytes)
 
 
-def _projection_tensors(job: Job, block: Block) -> Iterator[_Tensor]:
+def _projection_tensors(block: Block) -> Iterator[_Tensor]:
     """Yield the inputs of the query, key and value projections, and the norm's input if a projection includes it."""
-    model, latent, local = job.model, job.model.latent_attention, block.local_tokens
+    model, latent, local = block.model, block.model.latent_attention, block.local_tokens
     if latent is None:
-        yield _stream(job, block)
-        size = as_matrix_input(job, local * model.hidden_size * model.dtype_bytes)
+        yield _stream(block)
+        size = as_matrix_input(block.job, local * model.hidden_size * model.dtype_bytes)
         yield _Tensor(local * model.hidden_size, size, size)
         return
     if "layernorm" not in recompute_modules(block.layout):
@@ -325,12 +326,12 @@ def _projection_tensors(job: Job, block: Block) -> Iterator[_Tensor]:
 def _expert_tensors(job: Job, layout: Layout) -> Iterator[_Tensor]:
     """Yield the tensors that grouped experts and the norm before them save (MC transformer/moe/experts.py)."""
     model, options, recomputed = job.model, job.options, recompute_modules(layout)
-    block, (modules, _) = Experts(model, layout), _offloading(job, layout)
+    block, (modules, _) = Experts(job, layout), _offloading(job, layout)
     if "mlp_norm" in modules:
-        yield _stream(job, block)
+        yield _stream(block)
     if "moe" in recomputed or not options.moe_grouped_gemm:
         return
-    rows, kept = block.rows(job), block.kept(job)
+    rows, kept = block.rows(), block.kept()
     if "fused_group_mlp" in modules:
         # The manager is around the whole fused MLP, so all tensors that the MLP saves leave the device.
         for size in (kept.inputs, kept.outputs, kept.activation):

@@ -94,7 +94,7 @@ class UnitParameters(NamedTuple):
     """Number of parameters of all multi-token prediction depths, with a copy of the embedding if pp is above 1."""
 
 
-def unit_parameters(model: ModelSpec, layout: Layout) -> UnitParameters:
+def unit_parameters(job: Job, layout: Layout) -> UnitParameters:
     """Count the parameters of the units of chunks.
 
     The counts depend only on the layout's tp, ep, etp and whether pp exceeds 1.
@@ -102,7 +102,8 @@ def unit_parameters(model: ModelSpec, layout: Layout) -> UnitParameters:
     With tied embeddings and more than one pipeline rank the last chunk holds a copy of the word embedding
     (megatron-core, setup_embeddings_and_output_layer).
     """
-    layers = {kind: kind_parameters(model, layout, kind) for kind in model.possible_kinds}
+    model = job.model
+    layers = {kind: kind_parameters(job, layout, kind) for kind in model.possible_kinds}
     words = word_embedding_parameters(model, layout.tp)
     learned = model.position_embedding_type == "learned_absolute"
     embedding = words + (model.max_position_embeddings * model.hidden_size if learned else 0)
@@ -118,19 +119,19 @@ def unit_parameters(model: ModelSpec, layout: Layout) -> UnitParameters:
     return UnitParameters(layers, Parameters(dense=embedding), head, prediction)
 
 
-def chunk_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]:
+def chunk_parameters(job: Job, layout: Layout) -> tuple[Parameters, ...]:
     """Count the parameters of every chunk in model order, with embeddings, final norm and head.
 
     If the first of several chunks has the depths of multi-token prediction, the depths use this chunk's embedding.
     """
-    unit, found = unit_parameters(model, layout), chunk_kinds(model, layout)
+    unit, found = unit_parameters(job, layout), chunk_kinds(job.model, layout)
     # Most chunks have the same layers, so each different list of layers is summed once.
     sums = {
         kinds: sum((unit.layers[kind] * count for kind, count in Counter(kinds).items()), Parameters())
         for kinds in {kinds for kinds, _ in found}
     }
     chunks = [sums[kinds] for kinds, _ in found]
-    if layout.pp == 1 or layout.mtp_chunk or not model.mtp_num_layers:
+    if layout.pp == 1 or layout.mtp_chunk or not job.model.mtp_num_layers:
         chunks[0] += unit.embedding
     chunks[-1] += unit.head
     chunks[layout.mtp_chunk] += unit.prediction
@@ -147,15 +148,15 @@ def chunk_kinds(model: ModelSpec, layout: Layout) -> list[tuple[tuple[LayerKind,
     return chunks
 
 
-def stage_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]:
+def stage_parameters(job: Job, layout: Layout) -> tuple[Parameters, ...]:
     """Count the parameters of all chunks of each pipeline rank."""
-    chunks = chunk_parameters(model, layout)
+    chunks = chunk_parameters(job, layout)
     return tuple(sum(chunks[rank :: layout.pp], Parameters()) for rank in range(layout.pp))
 
 
-def end_parameters(model: ModelSpec, layout: Layout) -> tuple[int, int]:
+def end_parameters(job: Job, layout: Layout) -> tuple[int, int]:
     """Count one rank's parameters outside the layers, as a pair: embedding, and head with final norm."""
-    unit = unit_parameters(model, layout)
+    unit, model = unit_parameters(job, layout), job.model
     depth = sum(unit.layers[kind].dense for kind in model.prediction_kinds)
     return unit.embedding.dense, unit.head.dense + unit.prediction.dense - model.prediction_copies * depth
 
@@ -175,7 +176,7 @@ def narrow_weight_bytes(job: Job, layout: Layout) -> tuple[int, ...]:
         return (0,) * layout.pp
     is_alone = bits == 8 and options.fp8_recipe in _ONE_SCALE and job.compute_capability in _ANY_LAYOUT
     extra = bits / 8 * (1 if is_alone else 2) - are_narrow * model.dtype_bytes
-    each = {kind: sum(one.matrices() for one in blocks_of(model, layout, kind)) for kind in {*model.layer_kinds}}
+    each = {kind: sum(one.matrices() for one in blocks_of(job, layout, kind)) for kind in {*model.layer_kinds}}
     sizes = [each[kind] * is_narrow for kind, is_narrow in zip(model.layer_kinds, narrow_layers(job), strict=True)]
     ends = np.cumsum(layout.chunk_layers(model.num_layers))
     chunks = np.diff(np.cumsum([0, *sizes])[[0, *ends]])
@@ -208,8 +209,8 @@ def _matrix_shapes(
 ) -> frozenset[tuple[int, int]]:
     """Return the shapes of a rank's matrices, which depend only on these degrees."""
     layout = Layout(tp=tp, cp=cp, ep=ep, etp=etp, dp=ep * etp)
-    blocks = [block for kind in {*job.model.layer_kinds} for block in blocks_of(job.model, layout, kind)]
-    products = (product for block in blocks for product in block.loads(job).forward.products)
+    blocks = [block for kind in {*job.model.layer_kinds} for block in blocks_of(job, layout, kind)]
+    products = (product for block in blocks for product in block.loads().forward.products)
     return frozenset(
         (int(one.n), int(one.k)) for one in products if one.is_linear and (counts_experts or not one.is_routed)
     )
@@ -299,7 +300,7 @@ def whole_beside_shards(job: Job, layout: Layout) -> Whole:
     if sharding is None or not sharding.gradients:
         return Whole()
     gradient = reduced_gradient_bytes(job)
-    units, (embedding, head) = unit_parameters(model, layout), end_parameters(model, layout)
+    units, (embedding, head) = unit_parameters(job, layout), end_parameters(job, layout)
     layer, gathered = max(units.layers[kind].count for kind in model.layer_kinds), layer_weight_bytes(job)[1]
     if not options.use_megatron_fsdp:
         both = layer + max(layer, head)
@@ -404,7 +405,7 @@ def layer_matrices(job: Job) -> tuple[Matrix, ...]:
     uncut = replace(job.own, tp=1, etp=1, dp=job.own.dp * job.own.tp * job.own.etp)
     for kind, layers in Counter(job.model.layer_kinds).items():
         own, whole = (
-            [one for block in blocks_of(job.model, layout, kind) for one in block.loads(job).forward.products]
+            [one for block in blocks_of(job, layout, kind) for one in block.loads().forward.products]
             for layout in (job.own, uncut)
         )
         for one, full in zip(own, whole, strict=True):

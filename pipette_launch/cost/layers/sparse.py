@@ -19,7 +19,6 @@ from pipette_launch.cost.layers.block import FP32_BYTES, MASK_BYTES, Activations
 from pipette_launch.cost.layers.passes import Exchange, Load, PassLoads, Product, matrix
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
-from pipette_launch.facts.model import ModelSpec
 
 _FUSED_LATENT, _FUSED_HEADS = 512, 64
 """Width of the latent, and least number of heads, in the kernels. Fewer heads are padded (CUDNN:348-375)."""
@@ -34,8 +33,9 @@ class Sparse(Attention):
 
     has_indexer = True
 
-    def __init__(self, model: ModelSpec, layout: Layout) -> None:
-        super().__init__(model, layout)
+    def __init__(self, job: Job, layout: Layout, domain: int = 1) -> None:
+        super().__init__(job, layout, domain)
+        model = self.model
         assert model.latent_attention is not None
         assert model.sparse_attention is not None
         latent, sparse = model.latent_attention, model.sparse_attention
@@ -64,21 +64,21 @@ class Sparse(Attention):
         indexer = self.sparse.weights(self.model.hidden_size, self.latent_query) if self.has_indexer else 0
         return super().parameters() + Parameters(dense=indexer)
 
-    def activations(self, job: Job) -> Activations:
+    def activations(self) -> Activations:
         """Count the activations of norm, projections, indexer and core, by the saved tensors of ABS:380-700."""
         one, latent, latents = self.model.dtype_bytes, self.latent, self.latent.q_lora_rank or 0
         widths = latents + (latents + latent.kv_lora_rank if self.model.qk_layernorm else 0)
         vectors = one * self.tokens * self.heads
         return Activations(
-            layer_input=self.stream_bytes(job),
+            layer_input=self.stream_bytes(),
             attention_norm=self.residual_bytes,
             attention=one * (self.local_tokens * widths + self.angles) + vectors * latent.v_head_dim,
             latent_projections=vectors * (latent.query_channels + self.query * self.keeps_query),
-            core_attention=self.core_bytes(job),
+            core_attention=self.core_bytes(),
             dropout_masks=self.dropout_mask_bytes,
         )
 
-    def core_bytes(self, _job: Job) -> int:
+    def core_bytes(self) -> int:
         """Count the bytes that indexer and core keep: keys of all context-parallel ranks, output, indices, scores.
 
         Kernels keep indices and the log-sum-exp in 4 bytes each (CUDNN:2264). For each head, torch's core keeps three
@@ -116,7 +116,7 @@ class Sparse(Attention):
         query = 0 if self.keeps_query else self.model.dtype_bytes * self.tokens * self.heads * self.query
         return self.pair_bytes + query
 
-    def core_backward_bytes(self, _job: Job) -> int:
+    def core_backward_bytes(self) -> int:
         """Count the bytes that indexer and core need for a while.
 
         cuDNN's backward copies query, output and gradient twice (CUDNN:2064-2088). For each score and head, torch's
@@ -132,7 +132,7 @@ class Sparse(Attention):
         chunks = 3 * min(FP32_BYTES * self.scores, _SCORE_CHUNK_BYTES) * self.has_indexer
         return max(core, chunks, self.scores * loss)
 
-    def loads(self, _job: Job) -> PassLoads:
+    def loads(self) -> PassLoads:
         """Return the work of projections, rotary embedding, indexer and core.
 
         Two products with the up-projections' weights replace the key's and value's up-projections. Their results are
@@ -228,7 +228,7 @@ class Sparse(Attention):
         """Return the width of the input of the query's up-projection, the only gathered input of a matrix."""
         return (self.latent_query,)
 
-    def exchanges(self, _job: Job, once_S: Ints, again_S: Ints, _domain: int) -> Iterator[Exchange]:
+    def exchanges(self, once_S: Ints, again_S: Ints) -> Iterator[Exchange]:
         """Yield the gathers of latents and indexer inputs over tp, of keys over cp, and the sums of the loss's target.
 
         Gathers at the same time count as one. The target is a mean over all heads, so tensor ranks add their parts

@@ -12,7 +12,6 @@ from pipette_launch.cost.layers.block import FP32_BYTES, Activations, Block, Par
 from pipette_launch.cost.layers.passes import Exchange, Load, PassLoads, matrix
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
-from pipette_launch.facts.model import ModelSpec
 
 _CONVOLUTION = 4
 """Number of taps of the convolution, which no flag changes."""
@@ -42,8 +41,9 @@ class Mamba(Block):
 
     graph_parts = ("mamba",)
 
-    def __init__(self, model: ModelSpec, layout: Layout) -> None:
-        super().__init__(model, layout)
+    def __init__(self, job: Job, layout: Layout, domain: int = 1) -> None:
+        super().__init__(job, layout, domain)
+        model = self.model
         assert model.hybrid is not None
         self.mixer = model.hybrid
 
@@ -57,7 +57,7 @@ class Mamba(Block):
         """Count the parameters of both projections."""
         return self.mixer.mamba_matrices(self.model.hidden_size) // self.layout.tp
 
-    def activations(self, job: Job) -> Activations:
+    def activations(self) -> Activations:
         """Count the kept bytes of the norm's output, and of T*(2d + c + H) and 3*T*d further elements.
 
         The T*(2d + c + H) elements are the input projection's output. The 3*T*d elements are the scan's output before
@@ -67,18 +67,18 @@ class Mamba(Block):
         latent, mixer, tp = self.model.latent_attention, self.mixer, self.layout.tp
         element = self.model.dtype_bytes * self.tokens
         kept = element * (mixer.mamba_projected + 2 * mixer.mamba_channels) // tp
-        kept += as_matrix_input(job, element * mixer.mamba_channels // tp)
+        kept += as_matrix_input(self.job, element * mixer.mamba_channels // tp)
         # The gated norm keeps one reciprocal deviation for each group.
         kept += FP32_BYTES * self.tokens * mixer.mamba_num_groups // tp
         return Activations(
-            layer_input=self.stream_bytes(job),
-            attention_norm=self.residual_bytes if latent else as_matrix_input(job, self.residual_bytes),
+            layer_input=self.stream_bytes(),
+            attention_norm=self.residual_bytes if latent else as_matrix_input(self.job, self.residual_bytes),
             attention=kept,
             dropout_masks=self.dropout_mask_bytes,
             fuses_attention_norm=self.uses_te and not latent,
         )
 
-    def backward_bytes(self, _job: Job) -> int:
+    def backward_bytes(self) -> int:
         """Count the bytes that the scan's backward holds, and the bytes of one gradient of the residual stream.
 
         The scan's backward holds the gradients of all its inputs, the convolved inputs again, the gradient of the
@@ -89,7 +89,7 @@ class Mamba(Block):
         states = self.tokens // _SCAN_CHUNK * mixer.mamba_channels * mixer.mamba_state_dim
         return (held + 2 * FP32_BYTES * states) // self.layout.tp + self.residual_bytes
 
-    def loads(self, _job: Job) -> PassLoads:
+    def loads(self) -> PassLoads:
         """Return the work of both projections and of the scan.
 
         The scan's products are small compared with what its kernels read and write, in 16 bits and, for states and
@@ -118,7 +118,7 @@ class Mamba(Block):
         """Return the FLOPs per token of the input projection."""
         return 2.0 * self.model.hidden_size * self.mixer.mamba_projected
 
-    def exchanges(self, _job: Job, once_S: Ints, again_S: Ints, _domain: int) -> Iterator[Exchange]:
+    def exchanges(self, once_S: Ints, again_S: Ints) -> Iterator[Exchange]:
         """Yield the all-to-alls from split tokens to split heads before the scan, and back after the scan.
 
         Gates, inputs, B, C, time steps and outputs have separate exchanges, which count as six equal exchanges
@@ -141,8 +141,9 @@ class Delta(Block):
 
     graph_parts = ("attn",)
 
-    def __init__(self, model: ModelSpec, layout: Layout) -> None:
-        super().__init__(model, layout)
+    def __init__(self, job: Job, layout: Layout, domain: int = 1) -> None:
+        super().__init__(job, layout, domain)
+        model = self.model
         assert model.linear_attention is not None
         self.net = model.linear_attention
         self.heads = self.net.linear_num_value_heads // layout.tp
@@ -161,7 +162,7 @@ class Delta(Block):
         """Count the parameters of both projections."""
         return self.net.weights(self.model.hidden_size) // self.layout.tp
 
-    def activations(self, job: Job) -> Activations:
+    def activations(self) -> Activations:
         """Count the kept bytes of the norm's output, of the input projection's output, and of the tensors behind it.
 
         The convolution keeps its input. The normed queries and keys, their copies (2q) and the values (v) are kept. The
@@ -170,16 +171,16 @@ class Delta(Block):
         keep the last two.
         """
         net, tp, element = self.net, self.layout.tp, self.model.dtype_bytes * self.tokens
-        projected = (net.projected if job.release >= _FIRST_VIEW else net.convolved) // tp
+        projected = (net.projected if self.job.release >= _FIRST_VIEW else net.convolved) // tp
         kept = element * (projected + 2 * self.keys + 2 * self.copied + 3 * self.values + (_CHUNK + 3) * self.heads)
-        if job.options.deterministic_mode:
+        if self.options.deterministic_mode:
             kept = self._native_bytes()
         statistics = 2 * self.heads + 2 * net.linear_num_key_heads // tp
         return Activations(
-            layer_input=self.stream_bytes(job),
-            attention_norm=as_matrix_input(job, self.residual_bytes),
+            layer_input=self.stream_bytes(),
+            attention_norm=as_matrix_input(self.job, self.residual_bytes),
             attention=kept + FP32_BYTES * self.tokens * statistics,
-            delta_norm=element * self.values + as_matrix_input(job, element * self.values),
+            delta_norm=element * self.values + as_matrix_input(self.job, element * self.values),
             dropout_masks=self.dropout_mask_bytes,
             fuses_attention_norm=self.uses_te,
         )
@@ -196,7 +197,7 @@ class Delta(Block):
         rule = 7 * self.copied + 3 * self.values + state + (squares + 5) * self.heads
         return self.tokens * (self.model.dtype_bytes * around + FP32_BYTES * rule)
 
-    def backward_bytes(self, _job: Job) -> int:
+    def backward_bytes(self) -> int:
         """Count the bytes that the rule's backward holds: 6q + 5v elements a token, states and their gradients.
 
         The backward computes the states of all chunks again (FLA chunk_gated_delta_rule_bwd).
@@ -205,7 +206,7 @@ class Delta(Block):
         held = 6 * self.copied + 5 * self.values + 2 * states
         return self.model.dtype_bytes * self.tokens * held + self.residual_bytes
 
-    def loads(self, _job: Job) -> PassLoads:
+    def loads(self) -> PassLoads:
         """Return the work of both projections, and the bytes that the other kernels read and write.
 
         The kernels of convolution and rule count as scans, which devices move at the rate of Mamba's scan. The rule
@@ -236,13 +237,13 @@ class Delta(Block):
         """Return the FLOPs per token of the input projection."""
         return 2.0 * self.model.hidden_size * self.net.projected
 
-    def exchanges(self, job: Job, once_S: Ints, again_S: Ints, _domain: int) -> Iterator[Exchange]:
+    def exchanges(self, once_S: Ints, again_S: Ints) -> Iterator[Exchange]:
         """Yield the all-to-alls from split tokens to split heads before the convolution, and back after the norm.
 
         Before 0.19 each of the six sections of projected channels has its own exchange.
         """
         if self.layout.cp > 1:
-            row, sections = self.model.dtype_bytes * self.tokens, 6 if job.release < _FIRST_WHOLE_EXCHANGE else 1
+            row, sections = self.model.dtype_bytes * self.tokens, 6 if self.job.release < _FIRST_WHOLE_EXCHANGE else 1
             for width, times in ((self.net.projected // self.layout.tp, sections), (self.values, 1)):
                 counts = (times * once_S, times * (once_S + again_S))
                 yield Exchange.of("all_to_all", "cp", row * width / times, *counts)

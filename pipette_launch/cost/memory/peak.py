@@ -312,7 +312,7 @@ def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
         **kept,
         **{f"{kind} away": each.mean_left for kind, each in zip(own, away, strict=True)},
         "largest": max(kept.values()),
-        "stream": Attention(job.model, layout).stream_bytes(job),
+        "stream": Attention(job, layout).stream_bytes(),
         "prediction": kinds.prediction_bytes(job, layout),
         "recomputed": max(unit.recomputed(modules) for unit in units),
         "unit": max(unit.total for unit in units),
@@ -343,10 +343,10 @@ def shared_buffer_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
     TransformerEngine only the head is one of Megatron's own linear layers. The all-gather dispatcher stores gathered
     tokens in this buffer, and local attention stores its scores there. `has_head` is True for the last pipeline rank.
     """
-    block = Attention(job.model, layout)
+    block = Attention(job, layout)
     gathers = layout.sequence_parallel and layout.tp > 1 and (job.model.transformer_impl == "local" or has_head)
     gathered = block.residual_bytes * layout.tp if gathers else 0
-    return max(gathered, Experts(job.model, layout).gather_buffer_bytes(job), block.scores_buffer_bytes())
+    return max(gathered, Experts(job, layout).gather_buffer_bytes(), block.scores_buffer_bytes())
 
 
 def _states(job: Job, layouts: LayoutColumns, stages: _Stages) -> tuple[Ints, ...]:
@@ -376,10 +376,10 @@ def _states(job: Job, layouts: LayoutColumns, stages: _Stages) -> tuple[Ints, ..
 
 def _stage_counts(job: Job, layout: Layout) -> Ints:
     """Count each stage's dense and expert parameters, bytes of FP8 copies, and parameters outside its layers."""
-    stages, copies = parameters.stage_parameters(job.model, layout), parameters.narrow_weight_bytes(job, layout)
+    stages, copies = parameters.stage_parameters(job, layout), parameters.narrow_weight_bytes(job, layout)
     rows = np.array([(each.dense, each.expert, copy, 0) for each, copy in zip(stages, copies, strict=True)])
     # A single stage has embedding and head; `np.add.at` adds both to the same row.
-    np.add.at(rows[:, -1], [0, -1], parameters.end_parameters(job.model, layout))
+    np.add.at(rows[:, -1], [0, -1], parameters.end_parameters(job, layout))
     return rows.astype(np.int64)
 
 

@@ -226,7 +226,7 @@ class Tables:
         first_U, group_N = grouped(columns.tp, columns.ep, columns.etp, (columns.pp > 1).astype(np.int64))
 
         def of_parts(layout: Layout) -> list[list[float]]:
-            unit = parameters.unit_parameters(self.job.model, layout)
+            unit = parameters.unit_parameters(self.job, layout)
             layers = (each for each in unit.layers.values() for _ in range(2))
             parts = (*layers, Parameters(), unit.head, unit.prediction, unit.embedding)
             return [[part.dense for part in parts], [part.expert for part in parts]]
@@ -303,7 +303,7 @@ class Tables:
             if self._num_slots > 1:
                 # A tensor-parallel group that fills a host leaves no slot for a second stage, so sends leave the host.
                 fewest = 2 if one.tp == self.devices > 1 and groups_lie == "inside hosts" else 1
-                hop_s = self.fabric.bounds_s("send", 2, residual_bytes(self.job.model, one) * samples, fewest=fewest)
+                hop_s = self.fabric.bounds_s("send", 2, residual_bytes(self.job, one) * samples, fewest=fewest)
                 found[rows, 2] = hop_s[:, None]
         return found
 

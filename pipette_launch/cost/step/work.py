@@ -72,7 +72,7 @@ class LayoutWork:
             engine=engine_of(layout, num_microbatches, rendezvous=meets, blocking_ends=blocks),
             **{f"{name}_S": np.array([getattr(chunk, name) for chunk in passes]) for name in _PASSES},
             exchanges=exchanges(job, layout, compute.hiding(layout), domain),
-            hop_bytes=residual_bytes(job.model, layout),
+            hop_bytes=residual_bytes(job, layout),
             traffic=traffic,
             gradient_bytes_S2=np.array(traffic.gradient_bytes, dtype=np.float64),
             parameter_bytes_S2=np.array(traffic.parameter_bytes, dtype=np.float64),

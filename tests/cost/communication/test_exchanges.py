@@ -506,15 +506,15 @@ def test_as_many_copies_as_ranks_shard_nothing() -> None:
 
 def test_hops_carry_one_activation() -> None:
     """s*b*h, over cp, and over tp only with sequence parallelism."""
-    assert residual_bytes(tiny_model(), Layout(tp=2, pp=2)) == 8192
-    assert residual_bytes(tiny_model(), Layout(tp=2, pp=2, sequence_parallel=True)) == 4096
-    assert residual_bytes(tiny_model(), Layout(cp=2, pp=2)) == 4096
+    assert residual_bytes(tiny_job(), Layout(tp=2, pp=2)) == 8192
+    assert residual_bytes(tiny_job(), Layout(tp=2, pp=2, sequence_parallel=True)) == 4096
+    assert residual_bytes(tiny_job(), Layout(cp=2, pp=2)) == 4096
 
 
 def test_gradients_and_parameters() -> None:
     """4 bytes of gradient for each parameter; parameters are gathered only by the distributed optimizer."""
     layout = Layout(pp=2, dp=2)
-    counts = [part.dense for part in chunk_parameters(tiny_model(), layout)]
+    counts = [part.dense for part in chunk_parameters(tiny_job(), layout)]
     plain = step_traffic(tiny_job(), layout)
     sharded = step_traffic(tiny_job(), Layout(pp=2, dp=2, use_distributed_optimizer=True))
 
@@ -537,7 +537,7 @@ def test_only_the_first_chunk_is_split_into_buckets() -> None:
     overlapped = step_traffic(large, Layout(pp=2, overlap_grad_reduce=True)).num_buckets
 
     assert step_traffic(large, Layout(pp=2)).num_buckets == (1, 1)
-    assert overlapped[0] == -(-chunk_parameters(large.model, Layout(pp=2))[0].dense // 40_000_000)
+    assert overlapped[0] == -(-chunk_parameters(large, Layout(pp=2))[0].dense // 40_000_000)
     assert overlapped[0] > 1
     assert overlapped[1] == 1
 

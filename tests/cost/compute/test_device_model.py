@@ -300,7 +300,7 @@ def test_attention_core_lies_within_the_layer() -> None:
     again_s = ComputeTable(long, found).chunk_passes(layout)[0].recompute_s
 
     assert again_s == pytest.approx(4 * seconds["core_attention"])
-    assert attention_core_share(long.model) < seconds["core_attention"] / seconds["layer"] < 1
+    assert attention_core_share(long) < seconds["core_attention"] / seconds["layer"] < 1
 
 
 def test_a_depth_of_prediction_takes_longer_than_its_layer_and_its_head() -> None:
@@ -362,7 +362,7 @@ def test_attention_hides_the_ring_of_a_pattern_that_begins_with_another_layer(pa
     without = replace(found, compute=tuple(time for time in found.compute if time.part != "core_attention"))
     (time,) = [time for time in found.compute if time.part == "attention_layer"]
     forward_s = time.forward.median_s - time.forward_idle_s
-    share = attention_core_share(one.model, "attention_layer")
+    share = attention_core_share(one, "attention_layer")
 
     assert share > 0
     assert share * forward_s == pytest.approx(ComputeTable(one, without).hiding(layout).core_attention_s)
@@ -582,7 +582,7 @@ def test_windows_take_scores_off_where_none_is_written(backend: str, share: floa
     """Flash attention skips the scores outside a window; unfused attention writes all scores."""
     whole = tiny_model(params_dtype="bf16", transformer_impl="transformer_engine", attention_backend=backend)
     model = replace(whole, attention_windows=(1, 0) * (whole.num_layers // 2))
-    all_of_it, seen = (Attention(each, Layout()).core_loads().forward for each in (whole, model))
+    all_of_it, seen = (Attention(tiny_job(model=each), Layout()).core_loads().forward for each in (whole, model))
     said = " ".join(imagined(tiny_job(model=model), GPU, num_hosts=1, devices_per_host=1, layouts=[Layout()]).notes)
 
     assert seen == all_of_it if share == 1 else seen.attention_flops / all_of_it.attention_flops == share

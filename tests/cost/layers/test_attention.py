@@ -21,7 +21,7 @@ def job(*flags: str, **changes: object) -> Job:
 
 def of(name: str, work: Job, layout: Layout) -> int:
     """Bytes that a method of the attention block counts."""
-    found: int = getattr(Attention(work.model, layout), name)(work)
+    found: int = getattr(Attention(work, layout), name)()
     return found
 
 
@@ -66,8 +66,8 @@ def test_gates_and_sinks_have_their_parameters_and_bytes() -> None:
     """A gate is as wide as the query: 64 x 64 weights, and two more tensors. A learnable sink is one number a head."""
     plain, gated = job(add_bias_linear=False), job(add_bias_linear=False, attention_output_gate=True)
     sinks = job(add_bias_linear=False, softmax_type="learnable")
-    counts = [Attention(each.model, Layout(tp=2)).parameters().dense for each in (plain, gated, sinks)]
-    products = [Attention(each.model, Layout()).loads(each).forward.products[0].n for each in (plain, gated)]
+    counts = [Attention(each, Layout(tp=2)).parameters().dense for each in (plain, gated, sinks)]
+    products = [Attention(each, Layout()).loads().forward.products[0].n for each in (plain, gated)]
 
     assert (64 * 32, 2) == (counts[1] - counts[0], counts[2] - counts[0])
     assert gated.model.attention_parameters() - plain.model.attention_parameters() == 64 * 64
@@ -77,9 +77,9 @@ def test_gates_and_sinks_have_their_parameters_and_bytes() -> None:
 
 def test_local_scores_are_written_to_one_buffer() -> None:
     """2as/h = 4 for all layers together, and nothing with other implementations."""
-    assert Attention(job(transformer_impl="local").model, Layout()).scores_buffer_bytes() == 4 * 2048
-    assert Attention(job(transformer_impl="local").model, Layout(tp=2)).scores_buffer_bytes() == 2 * 2048
-    assert Attention(job(attention_backend="unfused").model, Layout()).scores_buffer_bytes() == 0
+    assert Attention(job(transformer_impl="local"), Layout()).scores_buffer_bytes() == 4 * 2048
+    assert Attention(job(transformer_impl="local"), Layout(tp=2)).scores_buffer_bytes() == 2 * 2048
+    assert Attention(job(attention_backend="unfused"), Layout()).scores_buffer_bytes() == 0
 
 
 def test_the_attention_core_is_split_over_heads() -> None:
@@ -170,7 +170,7 @@ def test_backward() -> None:
 )
 def test_recompute_of_the_core_holds_what_query_key_and_value_lie_in(changes: dict[str, object], expected: int) -> None:
     """It keeps views, which hold the whole; as abstract execution of megatron-core found."""
-    assert Attention(job(**changes).model, Layout()).held_for_recompute_bytes() == expected
+    assert Attention(job(**changes), Layout()).held_for_recompute_bytes() == expected
 
 
 RING_OUT, RING_PAIR, RING_STATISTICS = 16 * 64 * 2, 2 * 16 * 64 * 2, 4 * 4 * 16
@@ -239,14 +239,16 @@ def test_norms_and_biases_of_latent_attention() -> None:
 
 def test_plain_attention_has_norms_of_one_head() -> None:
     """Two LayerNorms of 16 channels."""
-    plain = kind_parameters(tiny_model(), Layout(), "layer")
+    plain = kind_parameters(tiny_job(), Layout(), "layer")
 
-    assert kind_parameters(tiny_model(qk_layernorm=True), Layout(), "layer").dense == plain.dense + 4 * 16
+    assert (
+        kind_parameters(tiny_job(model=tiny_model(qk_layernorm=True)), Layout(), "layer").dense == plain.dense + 4 * 16
+    )
 
 
 def latent_bytes(work: Job, layout: Layout) -> LatentBytes:
     """Bytes that one latent attention keeps."""
-    return Attention(work.model, layout).latent_bytes(LATENT, work)
+    return Attention(work, layout).latent_bytes(LATENT)
 
 
 def test_latents_are_split_over_the_sequence_and_heads_over_tp() -> None:
@@ -278,7 +280,7 @@ def test_an_unfused_rotary_embedding_keeps_its_angles() -> None:
 
 def latent_parameters(tp: int, **changes: object) -> int:
     """Parameters of one latent attention on one rank."""
-    return Attention(model(latent_attention=LATENT, **changes), Layout(tp=tp)).parameters().dense
+    return Attention(tiny_job(model=model(latent_attention=LATENT, **changes)), Layout(tp=tp)).parameters().dense
 
 
 def test_multi_token_prediction_copies_the_embedding_to_the_last_rank() -> None:
@@ -286,11 +288,12 @@ def test_multi_token_prediction_copies_the_embedding_to_the_last_rank() -> None:
     for is_untied in (True, False):
         plain, predicts = (
             stage_parameters(
-                tiny_model(mtp_num_layers=depths, untie_embeddings_and_output_weights=is_untied), Layout(pp=2)
+                tiny_job(model=tiny_model(mtp_num_layers=depths, untie_embeddings_and_output_weights=is_untied)),
+                Layout(pp=2),
             )
             for depths in (0, 1)
         )
-        layer = kind_parameters(tiny_model(), Layout(), "layer").dense
+        layer = kind_parameters(tiny_job(), Layout(), "layer").dense
 
         assert plain[0] == predicts[0]
         assert predicts[1].dense - plain[1].dense == layer + 3 * 128 + 2 * 64 * 64 + (32 + 256) * 64
@@ -299,13 +302,15 @@ def test_multi_token_prediction_copies_the_embedding_to_the_last_rank() -> None:
 def test_multi_token_prediction_has_its_parameters_where_the_layout_puts_it() -> None:
     """A stage of its own copies the embedding, the first stage looks up its own, and the last has the head alone."""
     model = tiny_model(mtp_num_layers=1, untie_embeddings_and_output_weights=True)
-    depth = kind_parameters(model, Layout(), "layer").dense + 3 * 128 + 2 * 64 * 64
+    depth = kind_parameters(tiny_job(model=model), Layout(), "layer").dense + 3 * 128 + 2 * 64 * 64
     words, embedding = 256 * 64, (32 + 256) * 64
 
     def ends(*chunks: int, after: int) -> list[int]:
         """Dense parameters of each stage without its layers."""
-        stages = stage_parameters(model, Layout(pp=len(chunks), layers_per_chunk=chunks, chunks_after_mtp=after))
-        layer = kind_parameters(model, Layout(), "layer").dense
+        stages = stage_parameters(
+            tiny_job(model=model), Layout(pp=len(chunks), layers_per_chunk=chunks, chunks_after_mtp=after)
+        )
+        layer = kind_parameters(tiny_job(model=model), Layout(), "layer").dense
         return [stage.dense - layer * count for stage, count in zip(stages, chunks, strict=True)]
 
     assert [embedding, 0, depth + embedding, words + 128] == ends(2, 2, 0, 0, after=1)
@@ -316,7 +321,9 @@ def test_multi_token_prediction_has_its_parameters_where_the_layout_puts_it() ->
 def test_predicted_layers_have_experts_where_the_last_layer_has() -> None:
     """One more layer of experts on the last rank."""
     shape = {"num_experts": 4, "moe_layer_freq": (0, 0, 0, 1)}
-    plain, predicts = (stage_parameters(tiny_model(mtp_num_layers=depths, **shape), Layout()) for depths in (0, 1))
+    plain, predicts = (
+        stage_parameters(tiny_job(model=tiny_model(mtp_num_layers=depths, **shape)), Layout()) for depths in (0, 1)
+    )
 
     assert 2 * plain[0].expert == predicts[0].expert
 

@@ -59,7 +59,7 @@ def test_two_layers_of_a_pattern_make_a_layer(
     """Two layers of a pattern have the parameters and kept bytes of the transformer's layer of the same blocks."""
     job, layout = hybrid_job(), Layout()
 
-    for count in (kinds.kept_bytes, lambda job, layout, one: kinds.kind_parameters(job.model, layout, one).count):
+    for count in (kinds.kept_bytes, lambda job, layout, one: kinds.kind_parameters(job, layout, one).count):
         parts = sum(count(job, layout, part) for part in (mixer, kind))
         assert count(plain_job(), layout, whole) == parts
 
@@ -108,12 +108,12 @@ def test_recompute_of_a_sparse_core_keeps_its_inputs() -> None:
     """Recompute of the core frees scores and indices, but keeps keys, and queries that torch's core has in fp32."""
     job = hybrid_job(latent_attention=LATENT, sparse_attention=SPARSE)
     again = Layout(recompute=Recompute(granularity="selective"))
-    block = Sparse(job.model, Layout())
+    block = Sparse(job, Layout())
 
     saved = kinds.kept_bytes(job, Layout(), "sparse_layer") - kinds.kept_bytes(job, again, "sparse_layer")
-    assert block.core_bytes(job) - block.held_for_recompute_bytes() == saved
+    assert block.core_bytes() - block.held_for_recompute_bytes() == saved
     share = job.model.sparse_core_flops(has_indexer=True) / job.model.kind_flops_per_token("sparse_layer")
-    assert share == kinds.attention_core_share(job.model, "sparse_layer")
+    assert share == kinds.attention_core_share(job, "sparse_layer")
 
 
 LOG_SUM_EXP = 4 * 4 * 32
@@ -243,7 +243,7 @@ def test_fp32_residual_stream() -> None:
     wide = tiny_job(model=job().model, performance_flags=("--fp32-residual-connection",))
 
     assert kept_bytes(wide, Layout(), "layer") == (32 + 4) * 2048 + LOG_SUM_EXP
-    assert Sizes(wide.model, Layout()).stream_bytes(wide) == 2 * Sizes(wide.model, Layout()).residual_bytes
+    assert Sizes(wide, Layout()).stream_bytes() == 2 * Sizes(wide, Layout()).residual_bytes
 
 
 def test_fp8_keeps_the_inputs_of_matrices_in_one_byte() -> None:
@@ -300,8 +300,8 @@ def test_the_backward_of_an_expert_layer() -> None:
     overlapped = changed_job(moe, performance_flags=("--overlap-moe-expert-parallel-comm",))
     plain = backward_bytes(moe, Layout(), "moe_layer")
 
-    assert plain == Experts(moe.model, Layout()).backward_bytes(moe)
-    assert backward_bytes(long, Layout(), "moe_layer") > Experts(long.model, Layout()).backward_bytes(long)
+    assert plain == Experts(moe, Layout()).backward_bytes()
+    assert backward_bytes(long, Layout(), "moe_layer") > Experts(long, Layout()).backward_bytes()
     assert backward_bytes(overlapped, Layout(), "moe_layer") == plain + kept_bytes(overlapped, Layout(), "moe_layer")
 
 
@@ -448,9 +448,9 @@ def test_selective_recompute_is_priced_by_flops() -> None:
     core_only = Layout(recompute=Recompute(granularity="selective"))
     with_mlp = Layout(recompute=Recompute(granularity="selective", modules=("core_attn", "mlp", "layernorm")))
 
-    assert recompute_share(model, core_only, 0, "layer") == core / layer
-    assert recompute_share(model, with_mlp, 0, "layer") == (core + 2 * 2 * 64 * 256) / layer
-    assert attention_core_share(model) == core / layer
+    assert recompute_share(tiny_job(model=model), core_only, 0, "layer") == core / layer
+    assert recompute_share(tiny_job(model=model), with_mlp, 0, "layer") == (core + 2 * 2 * 64 * 256) / layer
+    assert attention_core_share(tiny_job(model=model)) == core / layer
 
 
 def test_moe_recompute_counts_shared_experts_once() -> None:
@@ -461,4 +461,4 @@ def test_moe_recompute_counts_shared_experts_once() -> None:
     both = Layout(recompute=Recompute(granularity="selective", modules=("moe", "shared_experts")))
     expected = (2 * 2 * 2 * 64 * 256 + 2 * 2 * 64 * 64) / model.kind_flops_per_token("moe_layer")
 
-    assert recompute_share(model, both, 0, "moe_layer") == expected
+    assert recompute_share(tiny_job(model=model), both, 0, "moe_layer") == expected

@@ -39,12 +39,12 @@ def job(*flags: str, **changes: object) -> Job:
 
 def rows(work: Job, layout: Layout) -> int:
     """Rows that the experts of one rank work on."""
-    return Experts(work.model, layout).rows(work)
+    return Experts(work, layout).rows()
 
 
 def kept(work: Job, layout: Layout) -> ExpertActivations:
     """Bytes that router and experts keep."""
-    return Experts(work.model, layout).kept(work)
+    return Experts(work, layout).kept()
 
 
 def router(*flags: str) -> int:
@@ -55,12 +55,12 @@ def router(*flags: str) -> int:
 def test_defaults_are_megatrons() -> None:
     """All-gather, no losses, no capacity, probabilities in the type of the model."""
     assert kept(job(), Layout()).dispatch == 32 * 4 * (1 + 2) + 64 * (8 + 2)
-    assert Experts(job().model, Layout()).capacity(job()) is None
+    assert Experts(job(), Layout()).capacity() is None
     assert router() == router("--moe-aux-loss-coeff 0")
     gathers = job("--moe-token-dispatcher-type allgather")
     assert (
-        Experts(job().model, Layout(ep=2, dp=2)).gather_buffer_bytes(job())
-        == Experts(gathers.model, Layout(ep=2, dp=2)).gather_buffer_bytes(gathers)
+        Experts(job(), Layout(ep=2, dp=2)).gather_buffer_bytes()
+        == Experts(gathers, Layout(ep=2, dp=2)).gather_buffer_bytes()
         > 0
     )
 
@@ -192,25 +192,25 @@ def test_experts_on_latents_get_narrow_rows() -> None:
     """Rows have 16 of 64 channels; projections of 64 x 16 on each rank keep the latents of 32 tokens."""
     work, narrow = job("--moe-grouped-gemm", ALLTOALL), job("--moe-grouped-gemm", ALLTOALL, moe_latent_size=16)
     layout = Layout(dp=2, ep=2)
-    experts, latents = (Experts(each.model, layout) for each in (work, narrow))
-    sent = [next(iter(each.exchanges(narrow, np.ones(1), np.zeros(1), 8))).size_bytes for each in (experts, latents)]
+    experts, latents = (Experts(each, layout) for each in (work, narrow))
+    sent = [next(iter(each.exchanges(np.ones(1), np.zeros(1)))).size_bytes for each in (experts, latents)]
 
     assert latents.parameters().dense - experts.parameters().dense == 2 * 64 * 16
     assert 4 * latents.parameters().expert == experts.parameters().expert
     assert kept(narrow, layout).inputs * 4 == kept(work, layout).inputs
-    assert latents.activations(narrow).mlp == sum(kept(narrow, layout)[:4]) + 32 * 16 * 2
+    assert latents.activations().mlp == sum(kept(narrow, layout)[:4]) + 32 * 16 * 2
     assert sent[0] == 4 * sent[1]
-    assert {2.0 * 32 * 64 * 16} == {each.flops for each in latents.loads(narrow).forward.products[-2:]}
+    assert {2.0 * 32 * 64 * 16} == {each.flops for each in latents.loads().forward.products[-2:]}
 
 
 def test_the_all_gather_dispatcher_gathers_into_the_global_buffer() -> None:
     """All tokens of the group; nothing for one rank or another dispatcher."""
     layout = Layout(dp=4, ep=4)
 
-    assert Experts(job().model, layout).gather_buffer_bytes(job()) == 4 * 32 * ROW
-    assert Experts(job().model, Layout()).gather_buffer_bytes(job()) == 0
-    assert Experts(job(ALLTOALL).model, layout).gather_buffer_bytes(job(ALLTOALL)) == 0
-    assert Experts(tiny_job().model, Layout(dp=4)).gather_buffer_bytes(tiny_job()) == 0
+    assert Experts(job(), layout).gather_buffer_bytes() == 4 * 32 * ROW
+    assert Experts(job(), Layout()).gather_buffer_bytes() == 0
+    assert Experts(job(ALLTOALL), layout).gather_buffer_bytes() == 0
+    assert Experts(tiny_job(), Layout(dp=4)).gather_buffer_bytes() == 0
 
 
 def test_the_backward_of_one_layer() -> None:
@@ -218,10 +218,8 @@ def test_the_backward_of_one_layer() -> None:
 
     Grouped: all experts' widths at once. With narrow experts two copies of the rows are more.
     """
-    assert Experts(job().model, Layout()).backward_bytes(job()) == 2 * (2 * 64 * 64 + 2 * 32 * 64)
-    assert Experts(job("--moe-grouped-gemm").model, Layout()).backward_bytes(job("--moe-grouped-gemm")) == 2 * (
-        64 * 64 + 64 * 96 * 2 + 2 * 32 * 64
-    )
+    assert Experts(job(), Layout()).backward_bytes() == 2 * (2 * 64 * 64 + 2 * 32 * 64)
+    assert Experts(job("--moe-grouped-gemm"), Layout()).backward_bytes() == 2 * (64 * 64 + 64 * 96 * 2 + 2 * 32 * 64)
 
 
 def test_wide_probabilities_widen_the_backward() -> None:
@@ -229,16 +227,14 @@ def test_wide_probabilities_widen_the_backward() -> None:
     plain, wide = job("--moe-grouped-gemm"), job("--moe-grouped-gemm", "--moe-router-dtype fp32")
     fused = job("--moe-grouped-gemm", "--moe-router-dtype fp32", gated_linear_unit=True)
 
-    assert Experts(wide.model, Layout()).backward_bytes(wide) - Experts(plain.model, Layout()).backward_bytes(
-        plain
-    ) == 64 * 96 * (10 - 4)
-    assert Experts(fused.model, Layout()).backward_bytes(fused) == 2 * (64 * 64 + 64 * 96 * 3 + 2 * 32 * 64)
+    assert Experts(wide, Layout()).backward_bytes() - Experts(plain, Layout()).backward_bytes() == 64 * 96 * (10 - 4)
+    assert Experts(fused, Layout()).backward_bytes() == 2 * (64 * 64 + 64 * 96 * 3 + 2 * 32 * 64)
 
 
 def test_a_router_has_a_bias_where_the_model_has() -> None:
     """One row of h for each expert, and one more number with biases."""
     assert (4 * 64, 4 * 65) == tuple(
-        Experts(job(add_bias_linear=bias).model, Layout()).router_parameters() for bias in (False, True)
+        Experts(job(add_bias_linear=bias), Layout()).router_parameters() for bias in (False, True)
     )
 
 
@@ -247,7 +243,7 @@ def test_balanced_experts_keep_the_same_wherever_they_are(ep: int, tp: int, has_
     """Kept bytes of experts depend on the tokens of a rank, not on the rank that computes them."""
     layout = Layout(tp=tp, dp=4, ep=ep, etp=tp if has_etp else 1, sequence_parallel=tp > 1)
     found = kept(job(ALLTOALL), layout)
-    tokens = Sizes(job().model, layout).local_tokens
+    tokens = Sizes(job(), layout).local_tokens
 
     assert found.outputs + found.activation == 3 * 2 * 2 * tokens * 96
     assert found.inputs == layout.etp * 2 * tokens * ROW
@@ -292,7 +288,7 @@ def kernels(loads: PassLoads) -> float:
 
 def test_grouped_products_are_of_each_experts_own_tokens() -> None:
     """Two copies of 32 tokens over four local experts of two ranks: 32 rows each; the router sees every token once."""
-    router, first, second = Experts(moe_job().model, Layout(dp=2, ep=2)).loads(moe_job()).forward.products
+    router, first, second = Experts(moe_job(), Layout(dp=2, ep=2)).loads().forward.products
 
     assert (TOKENS, 8, HIDDEN, False, 1.0) == (router.m, router.n, router.k, router.is_linear, router.half)
     assert (2 * TOKENS * 2 / 8, FFN, HIDDEN, 4) == (first.m, first.n, first.k, first.count)
@@ -311,17 +307,14 @@ def test_grouped_products_are_of_each_experts_own_tokens() -> None:
 )
 def test_dispatchers_differ_in_how_often_they_touch_a_copy(flags: tuple[str, ...], touches: int) -> None:
     """The dispatcher touches two copies of 32 tokens; the activation reads and writes the experts' width."""
-    moved = Experts(moe_job(*flags).model, Layout()).loads(moe_job(*flags)).forward.moved_bytes
+    moved = Experts(moe_job(*flags), Layout()).loads().forward.moved_bytes
 
     assert touches * 2 * TOKENS * HIDDEN * 2 + 2 * (2 * TOKENS * FFN * 2) == moved
 
 
 def test_biases_of_experts_are_kernels_of_their_own() -> None:
     """They cost memory passes over what both matrices give."""
-    plain, biased = (
-        Experts(moe_job(add_bias_linear=bias).model, Layout()).loads(moe_job(add_bias_linear=bias)).forward
-        for bias in (False, True)
-    )
+    plain, biased = (Experts(moe_job(add_bias_linear=bias), Layout()).loads().forward for bias in (False, True))
 
     assert BIASED_TOUCHES * 2 * TOKENS * (FFN + HIDDEN) * 2 == biased.moved_bytes - plain.moved_bytes
 
@@ -350,8 +343,8 @@ def test_graphs_take_launches_off() -> None:
 
 def test_experts_without_grouped_products_launch_their_kernels_one_by_one() -> None:
     """Each further expert of a rank launches two products and an activation: 5 kernels forward and 9 backward."""
-    alone, grouped = (Experts(moe_job(*flags).model, Layout()) for flags in ((), ("--moe-grouped-gemm",)))
-    each = [kernels(one.loads(moe_job(*flags))) for one, flags in ((alone, ()), (grouped, ("--moe-grouped-gemm",)))]
+    alone, grouped = (Experts(moe_job(*flags), Layout()) for flags in ((), ("--moe-grouped-gemm",)))
+    each = [kernels(one.loads()) for one, flags in ((alone, ()), (grouped, ("--moe-grouped-gemm",)))]
 
     assert (alone.local_experts - 1) * (5 + 9) == pytest.approx(each[0] - each[1])
 
@@ -360,7 +353,7 @@ def test_fused_routers_launch_fewer_kernels() -> None:
     """A fused router launches fewer kernels, and fewer still with a flex dispatcher."""
     alltoall, flex = "--moe-token-dispatcher-type alltoall", "--moe-token-dispatcher-type flex"
     unfused, fused, prepared = (
-        kernels(Experts(moe_job(*flags).model, Layout()).loads(moe_job(*flags)))
+        kernels(Experts(moe_job(*flags), Layout()).loads())
         for flags in ((flex,), (alltoall, "--moe-router-fusion"), (flex, "--moe-router-fusion"))
     )
 
@@ -372,7 +365,7 @@ def test_groups_of_experts_limit_the_domains_of_a_token() -> None:
     flags = ("--moe-token-dispatcher-type flex", "--moe-router-num-groups 2", "--moe-router-group-topk 1")
     once_S = np.ones(1, dtype=np.int64)
     free, grouped = (
-        next(Experts(job.model, Layout(dp=4, ep=4)).exchanges(job, once_S, 0 * once_S, 2))
+        next(Experts(job, Layout(dp=4, ep=4), 2).exchanges(once_S, 0 * once_S))
         for job in (moe_job(flags[0]), moe_job(*flags))
     )
 

@@ -32,36 +32,38 @@ MOE = {"num_experts": 4, "moe_layer_freq": (0, 1, 0, 1), "moe_ffn_hidden_size": 
 
 def test_a_gpt_layer() -> None:
     """With h 64, f 256: QKV 64*192+192, projection 64*64+64, MLP 64*256+256 and 256*64+64, two norms of 128."""
-    assert kind_parameters(tiny_model(), Layout(), "layer") == Parameters(dense=12480 + 4160 + 16640 + 16448 + 256)
+    assert kind_parameters(tiny_job(), Layout(), "layer") == Parameters(dense=12480 + 4160 + 16640 + 16448 + 256)
 
 
 def test_tensor_parallel_halves_columns_and_rows_but_not_row_biases_and_norms() -> None:
     """QKV and first matrix halve with their bias; projection and second matrix keep theirs."""
     expected = 6240 + (2048 + 64) + 8320 + (8192 + 64) + 256
 
-    assert kind_parameters(tiny_model(), Layout(tp=2), "layer") == Parameters(dense=expected)
+    assert kind_parameters(tiny_job(), Layout(tp=2), "layer") == Parameters(dense=expected)
 
 
 def test_a_llama_layer() -> None:
     """Two query groups of four heads, SwiGLU, RMSNorm, no bias: 64*(64+2*32) + 64*64 + 3*64*256 + 2*64."""
     model = tiny_model(num_query_groups=2, gated_linear_unit=True, normalization="RMSNorm", add_bias_linear=False)
 
-    assert kind_parameters(model, Layout(), "layer") == Parameters(dense=8192 + 4096 + 49152 + 128)
+    assert kind_parameters(tiny_job(model=model), Layout(), "layer") == Parameters(dense=8192 + 4096 + 49152 + 128)
 
 
 def test_ranks_that_share_a_query_group_split_its_weights() -> None:
     """With tp 4 over two groups of 16 channels: the weights of 8 channels of keys and of values on each rank."""
     model = tiny_model(num_query_groups=2, add_bias_linear=False)
 
-    assert kind_parameters(model, Layout(tp=4), "layer") == Parameters(dense=64 * (16 + 2 * 8 + 16) + 8192 + 256)
+    assert kind_parameters(tiny_job(model=model), Layout(tp=4), "layer") == Parameters(
+        dense=64 * (16 + 2 * 8 + 16) + 8192 + 256
+    )
 
 
 def test_query_bias_alone() -> None:
     """`--add-qkv-bias` without other biases adds one bias for each QKV column."""
-    plain = kind_parameters(tiny_model(add_bias_linear=False), Layout(), "layer")
+    plain = kind_parameters(tiny_job(model=tiny_model(add_bias_linear=False)), Layout(), "layer")
 
     assert kind_parameters(
-        tiny_model(add_bias_linear=False, add_qkv_bias=True), Layout(), "layer"
+        tiny_job(model=tiny_model(add_bias_linear=False, add_qkv_bias=True)), Layout(), "layer"
     ) == plain + Parameters(dense=192)
 
 
@@ -70,24 +72,30 @@ def test_an_expert_layer() -> None:
     dense = 64 * 192 + 64 * 64 + 256 + 64 * 4
     model = tiny_model(**MOE)
 
-    assert kind_parameters(model, Layout(dp=2, ep=2), "moe_layer") == Parameters(dense=dense, expert=2 * 2 * 64 * 128)
-    assert kind_parameters(model, Layout(tp=2, dp=2, ep=2, etp=2), "moe_layer").expert == 2 * 2 * 64 * 64
+    assert kind_parameters(tiny_job(model=model), Layout(dp=2, ep=2), "moe_layer") == Parameters(
+        dense=dense, expert=2 * 2 * 64 * 128
+    )
+    assert (
+        kind_parameters(tiny_job(model=model), Layout(tp=2, dp=2, ep=2, etp=2), "moe_layer").expert == 2 * 2 * 64 * 64
+    )
 
 
 def test_a_shared_expert_is_dense() -> None:
     """It is reduced with the rest of the model."""
-    plain = kind_parameters(tiny_model(**MOE), Layout(), "moe_layer")
-    shared = kind_parameters(tiny_model(**MOE, moe_shared_expert_intermediate_size=32), Layout(), "moe_layer")
+    plain = kind_parameters(tiny_job(model=tiny_model(**MOE)), Layout(), "moe_layer")
+    shared = kind_parameters(
+        tiny_job(model=tiny_model(**MOE, moe_shared_expert_intermediate_size=32)), Layout(), "moe_layer"
+    )
 
     assert shared == plain + Parameters(dense=2 * 64 * 32)
 
 
 def test_ends_of_the_model() -> None:
     """Embedding 256*64 and positions 32*64 in front, final norm behind; a tied copy on the last of several stages."""
-    layer = kind_parameters(tiny_model(), Layout(), "layer").dense
+    layer = kind_parameters(tiny_job(), Layout(), "layer").dense
 
-    assert stage_parameters(tiny_model(), Layout()) == (Parameters(dense=4 * layer + 16384 + 2048 + 128),)
-    assert stage_parameters(tiny_model(), Layout(pp=2)) == (
+    assert stage_parameters(tiny_job(), Layout()) == (Parameters(dense=4 * layer + 16384 + 2048 + 128),)
+    assert stage_parameters(tiny_job(), Layout(pp=2)) == (
         Parameters(dense=2 * layer + 16384 + 2048),
         Parameters(dense=2 * layer + 128 + 16384),
     )
@@ -96,7 +104,8 @@ def test_ends_of_the_model() -> None:
 def test_an_untied_head_has_weights_of_its_own() -> None:
     """On one stage it comes on top of the embedding."""
     tied, untied = (
-        stage_parameters(tiny_model(untie_embeddings_and_output_weights=value), Layout())[0] for value in (False, True)
+        stage_parameters(tiny_job(model=tiny_model(untie_embeddings_and_output_weights=value)), Layout())[0]
+        for value in (False, True)
     )
 
     assert untied == tied + Parameters(dense=16384)
@@ -105,24 +114,24 @@ def test_an_untied_head_has_weights_of_its_own() -> None:
 def test_the_vocabulary_is_padded_and_split() -> None:
     """250 tokens on two ranks: padded to 256, 128 rows each."""
     model = tiny_model(vocab_size=250, position_embedding_type="rope")
-    layer = kind_parameters(model, Layout(tp=2), "layer").dense
+    layer = kind_parameters(tiny_job(model=model), Layout(tp=2), "layer").dense
 
-    assert stage_parameters(model, Layout(tp=2))[0] == Parameters(dense=4 * layer + 128 * 64 + 128)
+    assert stage_parameters(tiny_job(model=model), Layout(tp=2))[0] == Parameters(dense=4 * layer + 128 * 64 + 128)
 
 
 def test_chunks_follow_the_layers() -> None:
     """Uneven chunks have their given layers, and ranks hold every pp-th chunk."""
     model = tiny_model(position_embedding_type="rope", untie_embeddings_and_output_weights=True)
-    layer = kind_parameters(model, Layout(), "layer").dense
+    layer = kind_parameters(tiny_job(model=model), Layout(), "layer").dense
     layout = Layout(pp=2, vpp=2, layers_per_chunk=(0, 1, 2, 1))
 
-    assert [part.dense for part in chunk_parameters(model, layout)] == [
+    assert [part.dense for part in chunk_parameters(tiny_job(model=model), layout)] == [
         16384,
         layer,
         2 * layer,
         layer + 128 + 16384,
     ]
-    assert [part.dense for part in stage_parameters(model, layout)] == [
+    assert [part.dense for part in stage_parameters(tiny_job(model=model), layout)] == [
         16384 + 2 * layer,
         2 * layer + 128 + 16384,
     ]
@@ -201,7 +210,7 @@ def test_small_layers_are_gathered_all_at_once() -> None:
     """A thousand million parameters may wait, which is all: four layers, and the embedding, which is the head too."""
     whole = whole_beside_shards(job(MEGATRON, ALL), SHARDED)
 
-    assert end_parameters(tiny_model(), SHARDED) == (EMBEDDING, 128)
+    assert end_parameters(tiny_job(), SHARDED) == (EMBEDDING, 128)
     assert whole == Whole(
         weights=4 * (4 * LAYER + EMBEDDING + 128),
         gradients=4 * (LAYER + EMBEDDING + 128),

@@ -40,7 +40,7 @@ def model(**changes: Any) -> ModelSpec:
 
 def kept(block: Sparse) -> int:
     """Bytes that the indexer and the core keep."""
-    return block.core_bytes(tiny_job(model=block.model))
+    return block.core_bytes()
 
 
 def test_every_tensor_rank_holds_the_whole_indexer() -> None:
@@ -48,7 +48,9 @@ def test_every_tensor_rank_holds_the_whole_indexer() -> None:
     indexer = 32 * 128 * 2048 + 128 * HIDDEN + 32 * HIDDEN + 2 * 128
 
     for layout in (LAYOUT, Layout(tp=8)):
-        with_indexer, without = (each(model(), layout).parameters().dense for each in (Sparse, SharedSparse))
+        with_indexer, without = (
+            each(tiny_job(model=model()), layout).parameters().dense for each in (Sparse, SharedSparse)
+        )
         assert indexer == with_indexer - without
 
 
@@ -57,29 +59,33 @@ def test_kernels_keep_indices_and_gradients_of_the_indexer() -> None:
     core = 2 * TOKENS * (QUERY + HEADS * 512) + 2 * HEADS * 256 * 512 + TOKENS * (4 * 2048 + 4 * HEADS)
     indexer = 2 * TOKENS * (32 * 128 + 32 + 2 * 128) + 4 * 2 * TOKENS * 64
 
-    assert core + indexer == kept(Sparse(model(), LAYOUT))
-    assert core == kept(Sparse(model(dsa_indexer_loss_coeff=0.0), LAYOUT)) == kept(SharedSparse(model(), LAYOUT))
+    assert core + indexer == kept(Sparse(tiny_job(model=model()), LAYOUT))
+    assert (
+        core
+        == kept(Sparse(tiny_job(model=model(dsa_indexer_loss_coeff=0.0)), LAYOUT))
+        == kept(SharedSparse(tiny_job(model=model()), LAYOUT))
+    )
     gathered = 2 * TOKENS * (HIDDEN + 2048)
-    split = (Sparse(model(), Layout(tp=2, sequence_parallel=parallel)) for parallel in (True, False))
+    split = (Sparse(tiny_job(model=model()), Layout(tp=2, sequence_parallel=parallel)) for parallel in (True, False))
     assert gathered == kept(next(split)) - kept(next(split))
 
 
 def test_kernels_pad_few_heads() -> None:
     """8 heads of a rank cost cuDNN the output and the work of 64."""
-    one, eight = (Sparse(model(), Layout(tp=tp)) for tp in (1, 8))
+    one, eight = (Sparse(tiny_job(model=model()), Layout(tp=tp)) for tp in (1, 8))
 
     assert one._selected_loads() == eight._selected_loads()
 
 
 def test_torch_keeps_all_scores_and_multiplies_in_fp32() -> None:
     """13 bytes for each score of all keys, fp32 queries and keys, and the output."""
-    plain = Sparse(model(dsa_kernel_backend="none", dsa_indexer_loss_coeff=0.0), LAYOUT)
+    plain = Sparse(tiny_job(model=model(dsa_kernel_backend="none", dsa_indexer_loss_coeff=0.0)), LAYOUT)
     scores = TOKENS * TOKENS * HEADS
 
     assert plain.has_plain_loss is False
     rest = 4 * QUERY * TOKENS * (HEADS + 1) + 2 * TOKENS * (QUERY + HEADS * 512) + 2 * HEADS * 256 * 512
     assert 13 * scores + rest == kept(plain)
-    assert 17 * scores == plain.core_backward_bytes(tiny_job(model=plain.model))
+    assert 17 * scores == plain.core_backward_bytes()
     scored, context = plain._selected_loads().forward.products
     assert scored.flops == 16 * 2 * scores * QUERY
     assert context.flops == 2 * scores * 512
@@ -88,7 +94,7 @@ def test_torch_keeps_all_scores_and_multiplies_in_fp32() -> None:
 def test_the_core_reads_the_selected_keys() -> None:
     """A token has at most 2,048 keys and at most its own number; the backward takes 2.5 times the forward."""
     pairs = sum(min(2048, 1 + token) for token in range(TOKENS)) * HEADS
-    loads = Sparse(model(), LAYOUT)._selected_loads()
+    loads = Sparse(tiny_job(model=model()), LAYOUT)._selected_loads()
 
     assert loads.forward.attention_flops == pytest.approx(2.0 * pairs * (QUERY + 512), rel=1e-3)
     assert loads.input_grad.attention_flops == 2.5 * loads.forward.attention_flops
@@ -100,22 +106,22 @@ def test_torch_scores_parts_of_a_sequence_beside_cudnn() -> None:
 
     def fp32(layout: Layout, **changes: Any) -> int:
         """Products of the indexer's scores by torch."""
-        return len(Sparse(model(**changes), layout)._scored().products)
+        return len(Sparse(tiny_job(model=model(**changes)), layout)._scored().products)
 
     assert (0, 1) == (fp32(whole), fp32(part))
     assert (0, 0) == (fp32(part, sft=True), fp32(part, dsa_kernel_backend="tilelang"))
     scores = TOKENS // 2 * TOKENS
-    assert 16 * 2 * scores * 32 * 128 == Sparse(model(), part)._scored().products[0].flops
+    assert 16 * 2 * scores * 32 * 128 == Sparse(tiny_job(model=model()), part)._scored().products[0].flops
 
 
 def test_an_untrained_indexer_has_no_backward() -> None:
     """Without its loss the indexer only scores; with it, its matrices have weight gradients but no input gradients."""
     trained, untrained, shared = (
-        block.loads(tiny_job(model=block.model))
+        block.loads()
         for block in (
-            Sparse(model(), LAYOUT),
-            Sparse(model(dsa_indexer_loss_coeff=0.0), LAYOUT),
-            SharedSparse(model(), LAYOUT),
+            Sparse(tiny_job(model=model()), LAYOUT),
+            Sparse(tiny_job(model=model(dsa_indexer_loss_coeff=0.0)), LAYOUT),
+            SharedSparse(tiny_job(model=model()), LAYOUT),
         )
     )
 
@@ -127,13 +133,13 @@ def test_an_untrained_indexer_has_no_backward() -> None:
 
 def test_exchanges_gather_keys_and_sum_the_target() -> None:
     """Over cp keys and the indexer's keys; over tp latents, the indexer's inputs, and the target of the loss."""
-    over_cp = [*Sparse(model(), Layout(cp=4)).exchanges(tiny_job(), ONE, 0 * ONE, 1)]
-    over_tp = [*Sparse(model(), Layout(tp=2, sequence_parallel=True)).exchanges(tiny_job(), ONE, 0 * ONE, 1)]
-    plain = Sparse(model(dsa_kernel_backend="none"), Layout(tp=2))
+    over_cp = [*Sparse(tiny_job(model=model()), Layout(cp=4)).exchanges(ONE, 0 * ONE)]
+    over_tp = [*Sparse(tiny_job(model=model()), Layout(tp=2, sequence_parallel=True)).exchanges(ONE, 0 * ONE)]
+    plain = Sparse(tiny_job(model=model(dsa_kernel_backend="none")), Layout(tp=2))
 
     both = ["all_gather", "reduce_scatter"]
     assert [both, [*both, "all_reduce"]] == [[each.kind for each in some] for some in (over_cp, over_tp)]
     assert 2 * [2 * TOKENS * (QUERY + 128)] == [each.size_bytes for each in over_cp]
     gathered, reduced, target = (each.size_bytes for each in over_tp)
     assert (QUERY + HIDDEN + 2048, QUERY, 2 * 2048) == tuple(size / 2 / TOKENS for size in (gathered, reduced, target))
-    assert [4 * TOKENS * TOKENS] == [each.size_bytes for each in plain.exchanges(tiny_job(), ONE, 0 * ONE, 1)]
+    assert [4 * TOKENS * TOKENS] == [each.size_bytes for each in plain.exchanges(ONE, 0 * ONE)]

@@ -20,14 +20,14 @@ def test_parameters_are_those_of_the_mixer() -> None:
     """Projections in and out, 4 taps and a bias for each convolved channel, three a head, the gated norm."""
     expected = 64 * 336 + 128 * 64 + 5 * 192 + 3 * 16 + 128
 
-    assert expected == Mamba(tiny_model(hybrid=SIZES), Layout()).parameters().dense
-    assert expected // 2 == Mamba(tiny_model(hybrid=SIZES), Layout(tp=2)).parameters().dense
+    assert expected == Mamba(tiny_job(model=tiny_model(hybrid=SIZES)), Layout()).parameters().dense
+    assert expected // 2 == Mamba(tiny_job(model=tiny_model(hybrid=SIZES)), Layout(tp=2)).parameters().dense
 
 
 def mixer_bytes(layout: Layout, *flags: str) -> int:
     """Bytes that the mixer of a layer keeps."""
     this = job(*flags)
-    return Mamba(this.model, layout).activations(this).attention
+    return Mamba(this, layout).activations().attention
 
 
 def test_kept_are_the_projection_and_three_times_its_channels() -> None:
@@ -45,10 +45,9 @@ def test_kept_are_the_projection_and_three_times_its_channels() -> None:
 def test_the_backward_holds_gradients_and_states_of_chunks() -> None:
     """States are 4 bytes for each channel and state, once for every 128 tokens, and their gradients as many."""
     long = tiny_job(model=tiny_model(seq_length=256, max_position_embeddings=256, hybrid=SIZES))
+    scan = Mamba(long, Layout()).backward_bytes() - residual_bytes(long, Layout())
 
-    assert 256 * 4 * (336 + 192 + 128) + 2 * 4 * 2 * 128 * 16 == Mamba(long.model, Layout()).backward_bytes(
-        long
-    ) - residual_bytes(long.model, Layout())
+    assert 256 * 4 * (336 + 192 + 128) + 2 * 4 * 2 * 128 * 16 == scan
 
 
 def job(*flags: str) -> Job:
@@ -58,7 +57,7 @@ def job(*flags: str) -> Job:
 
 def loads(layout: Layout) -> PassLoads:
     """Work of one layer for the device."""
-    return Mamba(tiny_model(hybrid=SIZES), layout).loads(tiny_job())
+    return Mamba(tiny_job(model=tiny_model(hybrid=SIZES)), layout).loads()
 
 
 def test_products_are_the_two_projections() -> None:
@@ -83,7 +82,7 @@ def test_the_scan_moves_bytes_by_channels_states_and_scores() -> None:
 
 def test_context_parallelism_exchanges_tokens_for_heads() -> None:
     """336 projected channels in five exchanges, and 128 channels back, in 4 bytes for 16 tokens."""
-    (found,) = Mamba(tiny_model(hybrid=SIZES), Layout(cp=2)).exchanges(tiny_job(), np.array([1]), np.array([1]), 8)
+    (found,) = Mamba(tiny_job(model=tiny_model(hybrid=SIZES)), Layout(cp=2)).exchanges(np.array([1]), np.array([1]))
 
     assert ((6.0,), (12.0,)) == (found.forward, found.backward)
     assert 4 * 16 * (336 + 128) == pytest.approx(6 * found.size_bytes)

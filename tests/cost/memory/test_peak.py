@@ -403,7 +403,7 @@ def test_experts_are_copied_and_the_router_is_not() -> None:
     """Two dense layers and two with experts, of which a rank has two."""
     moe = {"num_experts": 4, "moe_layer_freq": (0, 1, 0, 1), "moe_ffn_hidden_size": 128, "add_bias_linear": False}
     fp8 = fp8_job("--fp8-format e4m3", **moe)
-    plain, experts = (kind_parameters(fp8.model, Layout(dp=2, ep=2), kind).count for kind in ("layer", "moe_layer"))
+    plain, experts = (kind_parameters(fp8, Layout(dp=2, ep=2), kind).count for kind in ("layer", "moe_layer"))
 
     expected = 2 * (2 * (plain - 256) + 2 * (experts - 256 - 4 * 64))
     assert narrow_weight_bytes(fp8, Layout(dp=2, ep=2)) == (expected,)
@@ -442,7 +442,7 @@ def test_blackwell_keeps_no_transpose_of_weights_with_one_scale(flags: str, vers
 def test_inputs_of_matrices_in_fp4_take_half_a_byte_and_scales() -> None:
     """One byte of scales for 16 elements."""
     wide, narrow = (changed_job(fp8_job(*words), megatron_version="0.19.0") for words in ((), ("--fp4-format e2m1",)))
-    kept = [Mlp(job.model, Layout()).activations(job).mlp_activation for job in (wide, narrow)]
+    kept = [Mlp(job, Layout()).activations().mlp_activation for job in (wide, narrow)]
 
     assert kept[1] == kept[0] * 9 / 32
 
@@ -505,7 +505,7 @@ def test_the_first_rank_holds_both_ends_and_nothing_is_lost() -> None:
     """Weights of all ranks add up to Megatron's placement; the first rank has both ends."""
     folded = folded_peaks(JOB, LAYOUT, [100, 90, 80, 70])
     stock = peak_memory_bytes(JOB, LAYOUT)
-    counts = [each.dense for each in stage_parameters(MODEL, LAYOUT)]
+    counts = [each.dense for each in stage_parameters(tiny_job(model=MODEL), LAYOUT)]
 
     for kind in ("weights", "gradients", "optimizer"):
         assert sum(getattr(each, kind) for each in folded) == sum(getattr(each, kind) for each in stock)

@@ -24,9 +24,8 @@ from benchmarks.telling import processor
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance
-from pipette_launch.facts.accelerators import Link
 from pipette_launch.facts.co_location import Domains
-from pipette_launch.facts.known_devices import device_named
+from pipette_launch.facts.devices import Link, device_named
 from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.frontier import Frontier
 from pipette_launch.search.layouts import base_layouts

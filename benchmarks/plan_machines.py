@@ -12,7 +12,7 @@ from benchmarks.gpt import gpt_job
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.facts import Job, Layout, Links, Measurements
 from pipette_launch.facts.co_location import Domains
-from pipette_launch.facts.known_devices import device_named
+from pipette_launch.facts.devices import device_named
 from pipette_launch.search.layouts import base_layouts
 
 SEED = 0

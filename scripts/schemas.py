@@ -9,10 +9,10 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from pipette_launch.facts.devices import DeviceFile, DeviceFiles
 from pipette_launch.facts.fabric import FabricSpec
 from pipette_launch.facts.files import LARGEST, MOST_INTEGER, SCHEMA_VERSION, Document
 from pipette_launch.facts.health import Checkup
-from pipette_launch.facts.known_devices import DeviceFile, DeviceFiles
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.outcome import LiveJob, Outcome
 from pipette_launch.facts.plan import Plan, Shortage

@@ -27,7 +27,7 @@ def job(
     for_planning: bool = False,
     environment: Mapping[str, str] | None = None,
     device_name: str = "",
-    capability: int | None = None,
+    capability: float | None = None,
 ) -> Job:
     """Read the small job with more flags, each a string of words."""
     argv = [*base, *(word for text in more for word in text.split())]

@@ -18,7 +18,7 @@ import pipette_launch
 from pipette_launch import api
 from pipette_launch.errors import FileFormatError, PipetteError, UsageError
 from pipette_launch.facts import Layout, files
-from pipette_launch.facts.known_devices import DeviceFile
+from pipette_launch.facts.devices import DeviceFile
 
 ONE = plan(tiny_cluster(2, 2), choice(Layout(dp=4), 1.0), choice(Layout(pp=4), 2.0), floor_s=0.8)
 
@@ -97,7 +97,7 @@ def test_a_plan_is_made_for_what_was_measured(tmp_path: Path) -> None:
         ({"gpu": "h100", "gpus_per_node": 2.5}, "gpus_per_node must be a whole number"),
         (
             {"gpu": "h21", "nodes": 1},
-            "unknown device 'h21'; did you mean H20, H20-3e or H200? pipette devices lists",
+            "unknown device 'h21'; did you mean H20? pipette devices lists",
         ),
         ({"gpu": ["h100"], "nodes": 1}, "gpu must be a name, a path or a DeviceFile, got ['h100']"),
         ({"gpu": "h100", "nodes": 1, "fix": ["tq"]}, "fix tq: no such part of a layout"),

@@ -12,7 +12,7 @@ from benchmarks.plan_machines import SEED, drawn_links
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.facts import files
 from pipette_launch.facts.co_location import Domains
-from pipette_launch.facts.known_devices import device_named
+from pipette_launch.facts.devices import device_named
 from pipette_launch.facts.measurements import LinkSurvey, layers_digest
 from pipette_launch.probe.messages import WarmupOrder
 from pipette_launch.search.layouts import base_layouts

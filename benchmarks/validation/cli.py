@@ -21,7 +21,7 @@ from benchmarks.validation.lines import Section
 from benchmarks.validation.options import DEFAULT_FILES, GOLDEN_ARGS, GOLDEN_ROWS, Options, parse
 from benchmarks.validation.show import Report, as_json, markdown, print_report
 from pipette_launch.errors import PipetteError
-from pipette_launch.facts.known_devices import device_named
+from pipette_launch.facts.devices import device_named
 
 TITLE = "Predicted against measured"
 

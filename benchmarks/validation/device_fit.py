@@ -21,7 +21,7 @@ from pipette_launch.cost.compute.device_model import case_of, imagined
 from pipette_launch.cost.layers.attention import is_flash
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import FactError
-from pipette_launch.facts.accelerators import DeviceSpec
+from pipette_launch.facts.devices import DeviceSpec
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import ComputeCase

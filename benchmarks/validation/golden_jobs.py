@@ -14,6 +14,9 @@ from pipette_launch.facts.job import ALLOCATOR_VARIABLES
 from pipette_launch.megatron import read_job
 from pipette_launch.megatron.flags import Flag, flag_table, known_release, release_of, releases
 
+DEVICES = {"A100": "A100-80GB", "H100": "H100-SXM"}
+"""Known device by the GPU of a golden row."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadLayout:
@@ -97,7 +100,7 @@ def _read(words: Sequence[str], row: GoldenRow, version: str) -> Job:
         without_probes=True,
         # Measured are bytes that were allocated, so twins under other options of the allocator stay one family.
         environment={name: value for name, value in variables.items() if name not in ALLOCATOR_VARIABLES},
-        device_name="" if row.gpu == "unknown" else row.gpu,
+        device_name=DEVICES.get(row.gpu, ""),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.validation.folds import families
-from benchmarks.validation.golden_jobs import ReadLayout
+from benchmarks.validation.golden_jobs import DEVICES, ReadLayout
 from benchmarks.validation.lines import Line
 from benchmarks.validation.scores import errors
 from benchmarks.validation.workspace import (
@@ -53,7 +53,7 @@ class Scored:
     def workspace_bytes(self) -> float:
         """Workspaces, stated from the libraries' constants and the test's environment."""
         row = self.read.layout.newest
-        return stated_bytes(self.job, row.gpu, row.configuration.environment)
+        return stated_bytes(self.job, DEVICES.get(row.gpu, ""), row.configuration.environment)
 
     @property
     def residual(self) -> Residual | None:

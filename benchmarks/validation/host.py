@@ -2,9 +2,9 @@
 
 A small model's device waits for its host, so a step takes kernels * launch_s + step_s. Both are fitted by relative
 errors over all tests of a GPU type, so no single row decides; tests that are far off count less, as some hold more than
-a step (`tunable_overlap`, qk layernorm). `step_s` of `facts.machines.known_devices` are these figures. Not in it:
+a step (`tunable_overlap`, qk layernorm). `step_s` of `facts.devices` are these figures. Not in it:
 `launch_s`, which is 57 us on DGX H100 and 71 us on DGX A100 here, with deterministic kernels and every step logged, and
-31 to 36 us in vTrain's times on A100; the 50 us of `facts.machines.known_devices` lie between.
+31 to 36 us in vTrain's times on A100; the 50 us of `facts.devices` lie between.
 """
 
 from __future__ import annotations
@@ -16,18 +16,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.validation.golden_jobs import read_layout
+from benchmarks.validation.golden_jobs import DEVICES, read_layout
 from benchmarks.validation.golden_rows import distinct_layouts, read_golden
 from benchmarks.validation.latency import Machines, hosts_of, pipette
 from benchmarks.validation.options import GOLDEN_ARGS, GOLDEN_ROWS
 from benchmarks.validation.tables import number, optional, read_table
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
-from pipette_launch.facts.accelerators import DeviceSpec
-from pipette_launch.facts.known_devices import device_named
+from pipette_launch.facts.devices import DeviceSpec, device_named
 
-DEVICES = {"A100": "A100-80GB", "H100": "H100-SXM"}
-"""Built-in device by the GPU of a golden row."""
 LARGEST_HIDDEN = 1024
 """Above, the device has work while its host launches kernels."""
 FAR = 0.1

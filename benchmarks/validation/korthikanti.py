@@ -14,7 +14,7 @@ from benchmarks.validation.tables import Row, number, read_table, size, word
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
-from pipette_launch.facts.accelerators import DeviceSpec
+from pipette_launch.facts.devices import DeviceSpec
 from pipette_launch.text import GIB
 
 DATA = "Korthikanti 2022"
@@ -88,7 +88,7 @@ def job_of_row(row: Row, flags: Mapping[str, Any]) -> Job:
     }
     if row["interleave"] > 1:
         degrees["num-virtual-stages-per-pipeline-rank"] = row["interleave"]
-    return job_of({**degrees, **flags}, world_size=row["gpus"], device_name="A100")
+    return job_of({**degrees, **flags}, world_size=row["gpus"], device_name="A100-80GB")
 
 
 def _seconds(row: Row, flags: Mapping[str, Any], step_time: StepTime, device: DeviceSpec) -> float | str:

@@ -9,8 +9,7 @@ from benchmarks.validation.case_factors import CaseFactor, with_factors
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Job
-from pipette_launch.facts.accelerators import DeviceSpec, words_of
-from pipette_launch.facts.known_devices import devices_like
+from pipette_launch.facts.devices import BY_KEY, DeviceSpec, key_of
 from pipette_launch.facts.measurements import Measurements
 
 
@@ -59,11 +58,6 @@ def hosts_of(world_size: int, devices_per_host: int) -> tuple[int, int]:
 
 
 def device_of(hardware: str) -> DeviceSpec | None:
-    """Return the device type that a description of hardware names: of several, the one with the most words in it."""
-    words = {*words_of(hardware)}
-
-    def fit(device: DeviceSpec) -> tuple[int, int]:
-        own = {*words_of(device.name)}
-        return len(own & words), -len(own)
-
-    return max(devices_like(hardware), key=fit, default=None)
+    """Return the known device whose name or alias is in a description of hardware; the longest name counts."""
+    text = key_of(hardware)
+    return BY_KEY.get(max((key for key in BY_KEY if key in text), key=len, default=""))

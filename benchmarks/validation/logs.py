@@ -17,7 +17,7 @@ from benchmarks.validation.workspace import STATED, stated_bytes
 from pipette_launch.cost.memory.peak import MemoryParts, peak_memory_bytes
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
-from pipette_launch.facts.accelerators import DeviceSpec
+from pipette_launch.facts.devices import DeviceSpec
 from pipette_launch.megatron.performance import options_of_flags
 from pipette_launch.text import MIB
 
@@ -240,7 +240,7 @@ def _answers(
         if isinstance(found, str):
             refused.append((stage, found))
         else:
-            workspaces = stated_bytes(stage.job, stage.row["hardware"], {})
+            workspaces = stated_bytes(stage.job, stage.device.name if stage.device else "", {})
             answers.append((stage, found[0] + workspaces, found[1] + workspaces))
     return answers, refused
 

@@ -21,8 +21,7 @@ from benchmarks.validation.shapes import job_of
 from benchmarks.validation.tables import Row
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
-from pipette_launch.facts.accelerators import DeviceSpec
-from pipette_launch.facts.known_devices import known_devices
+from pipette_launch.facts.devices import KNOWN_DEVICES, DeviceSpec
 
 DATA = "NVIDIA"
 SHAPES = Path(__file__).parent.parent / "data" / "model_shapes.csv"
@@ -110,7 +109,7 @@ def _scored(rows: Sequence[Row], shapes: Mapping[str, Row], step_time: StepTime)
 
 def run_of(row: Row, shape: Row | None) -> tuple[Job, Machines]:
     """The job of a row and the machines that ran it."""
-    device: DeviceSpec = known_devices()[DEVICES[row["system"]]]
+    device: DeviceSpec = KNOWN_DEVICES[DEVICES[row["system"]]]
     num_hosts, per_host = hosts_of(row["gpus"], device.devices_per_host)
     version = version_of(row, shape)
     allocator = {"PYTORCH_CUDA_ALLOC_CONF": row.values.get("allocator", "")}

@@ -15,7 +15,7 @@ from benchmarks.validation import golden, korthikanti, latency, logs, nvidia, re
 from benchmarks.validation.lines import Line
 from benchmarks.validation.options import DEFAULT_FILES, FOLDER, GOLDEN_ARGS, GOLDEN_ROWS
 from benchmarks.validation.tables import DataError
-from pipette_launch.facts.known_devices import device_named
+from pipette_launch.facts.devices import device_named
 
 RECORD = FOLDER / "results" / "validation.json"
 VTRAIN_EVERY = 10

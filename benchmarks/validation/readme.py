@@ -15,7 +15,7 @@ from pipette_launch.cost.memory.overhead import overhead_of
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
-from pipette_launch.facts.accelerators import DeviceSpec
+from pipette_launch.facts.devices import DeviceSpec
 
 DATA = "Megatron README"
 COLUMNS = {

@@ -16,7 +16,7 @@ from benchmarks.validation.shapes import job_of
 from benchmarks.validation.tables import Row, number, read_table, size
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
-from pipette_launch.facts.accelerators import DeviceSpec
+from pipette_launch.facts.devices import DeviceSpec
 
 DATA = "vTrain"
 COLUMNS = {
@@ -251,7 +251,7 @@ def _sample(row: Row) -> Sample | str:
     if row["num_gpus"] > DEVICES_PER_HOST and row["num_gpus"] % DEVICES_PER_HOST:
         return "GPUs that do not fill hosts of 8"
     try:
-        return Sample(row=row, job=job_of(job_flags(row), world_size=row["num_gpus"], device_name="A100"))
+        return Sample(row=row, job=job_of(job_flags(row), world_size=row["num_gpus"], device_name=DEVICE))
     except PipetteError as error:
         return str(error).split(";")[0]
 

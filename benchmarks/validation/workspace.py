@@ -33,10 +33,10 @@ class Residual:
     bytes: float
 
 
-def stated_bytes(job: Job, gpu: str, environment: Mapping[str, str]) -> float:
-    """Workspaces that the product states for a rank on this GPU, from the libraries' constants and the environment."""
+def stated_bytes(job: Job, device_name: str, environment: Mapping[str, str]) -> float:
+    """Workspaces that the product states for a rank on a known device, by the constants of the libraries."""
     job = replace(job, cublas_workspace_config=environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
-    overhead = overhead_of(job, job.own, device_kind="cuda", device_name=gpu)
+    overhead = overhead_of(job, job.own, device_kind="cuda", device_name=device_name)
     return overhead.workspace.value
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pipette_launch.facts import Plan
-    from pipette_launch.facts.accelerators import DeviceSpec
+    from pipette_launch.facts.devices import DeviceSpec
     from pipette_launch.facts.prediction import Explained
 
 
@@ -98,8 +98,7 @@ def _order(args: Namespace) -> int:
     plan = files.read(args.file, Plan)
     measured = measurements_of(plan, args.file, args.cluster)
     job = job_of(plan, measured)
-    layout, name = plan.chosen.layout, plan.setting.device_name if plan.setting else ""
-    needed = megatron.environment(job, layout, device_kind=plan.device_kind, device_name=name)
+    needed = megatron.environment(job, plan.chosen.layout, device_kind=plan.device_kind)
     found = order_files(plan, args.target, needed)
     steps_s, unpriced = None, "no cluster.json with the plan's hosts is beside the plan; name one with --cluster"
     if measured is not None:
@@ -220,9 +219,9 @@ def _add_devices_arguments(parser: ArgumentParser) -> None:
 
 def _devices(args: Namespace) -> int:
     from pipette_launch.facts import files
-    from pipette_launch.facts.known_devices import DeviceFiles, device_named, file_of, known_devices, other_meanings
+    from pipette_launch.facts.devices import KNOWN_DEVICES, DeviceFiles, device_named, file_of
 
-    shown = known_devices().values() if args.name is None else (device_named(args.name),)
+    shown = KNOWN_DEVICES.values() if args.name is None else (device_named(args.name),)
     if args.json:
         described = tuple(file_of(device) for device in shown)
         sys.stdout.write(files.dumps(described[0] if args.name else DeviceFiles(devices=described), indent=1) + "\n")
@@ -233,8 +232,6 @@ def _devices(args: Namespace) -> int:
         if args.name:
             peaks = ", ".join(f"{name} {peak / 1e12:g}" for name, peak in device.flops_per_s.items())
             sys.stdout.write(f"\n{peaks} TFLOP/s without sparsity\n{device.source}\n")
-    note = other_meanings(args.name) if args.name else ""
-    sys.stdout.write(f"{note}\n" if note else "")
     return 0
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.accelerators import DeviceSpec
+from pipette_launch.facts.devices import DeviceSpec, known_device
 from pipette_launch.facts.files import ADDED_LATER
 
 Matrix: TypeAlias = NDArray[np.float64]
@@ -32,8 +32,8 @@ class Device:
     memory_total_bytes: int
     memory_free_bytes: int
     """Free memory before the job's own processes started."""
-    compute_capability: int | None = field(default=None, metadata=ADDED_LATER)
-    """Major number of CUDA's compute capability, as NVML reports it. None = unknown, as in files of 0.3 and earlier."""
+    compute_capability: float | None = field(default=None, metadata=ADDED_LATER)
+    """CUDA's compute capability, such as 8.9, as NVML reports it. None = unknown."""
 
     def __post_init__(self) -> None:
         free, total = self.memory_free_bytes, self.memory_total_bytes
@@ -204,6 +204,18 @@ class Cluster(HostsOfJob):
     def memory_bytes(self) -> int:
         """Free memory of the device that has the least free memory."""
         return min(device.memory_free_bytes for host in self.hosts for device in host.devices)
+
+    @property
+    def spec(self) -> DeviceSpec | None:
+        """Type of the devices: described by the user, or found by the driver's name. None = unknown."""
+        return self.imagined or known_device(self.hosts[0].devices[0].name)
+
+    @property
+    def compute_capability(self) -> float | None:
+        """CUDA's compute capability of the devices: as NVML reports it, or of `spec`. None = unknown."""
+        if self.imagined is None and (reported := self.hosts[0].devices[0].compute_capability):
+            return reported
+        return self.spec.compute_capability if self.spec else None
 
     @property
     def keeps_residues(self) -> bool:

@@ -30,7 +30,6 @@ from numpy.typing import ArrayLike
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.cluster import Cluster, Links
 from pipette_launch.facts.job import PerformanceOptions, flag_of
-from pipette_launch.facts.known_devices import spec_of_cluster
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
 
@@ -79,7 +78,7 @@ class Domains:
     @classmethod
     def of(cls, cluster: Cluster) -> Domains:
         """Find the NVLink domains: groups of hosts whose links to each other are about as fast as NVLink."""
-        device, links = spec_of_cluster(cluster), cluster.between_hosts
+        device, links = cluster.spec, cluster.between_hosts
         if device is None or device.domain_hosts == 1:
             return cls(devices_per_host=cluster.devices_per_host, domain_H=tuple(range(links.size)))
         least = math.sqrt(device.within_host.fair_bytes_per_s * device.between_hosts.fair_bytes_per_s)

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.accelerators import DeviceSpec, Link
 from pipette_launch.facts.cluster import Links
+from pipette_launch.facts.devices import DeviceSpec, Link
 from pipette_launch.facts.files import ADDED_LATER
 from pipette_launch.text import listed, rate_text
 

@@ -357,8 +357,8 @@ class Job:
 
     The text is empty if the environment does not set the variable.
     """
-    compute_capability: int | None = field(default=None, metadata=ADDED_LATER)
-    """Major number of the GPUs' compute capability, 9 for H100. None = unknown."""
+    compute_capability: float | None = field(default=None, metadata=ADDED_LATER)
+    """CUDA's compute capability of the GPUs, such as 8.9. None = unknown."""
     own_refusal: str = field(default="", metadata=ADDED_LATER)
     """Reason why Megatron refuses the user's own configuration.
 

@@ -12,7 +12,6 @@ from pipette_launch.errors import FactError
 from pipette_launch.facts.cluster import Cluster, in_device_order
 from pipette_launch.facts.files import ADDED_LATER, check_numbers
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.known_devices import spec_of_cluster
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import MemoryNeed, MemoryVerdict, Samples
 from pipette_launch.facts.schedule import ScheduleFile
@@ -47,7 +46,7 @@ class Rate:
         model, samples = job.model, job.batch.global_batch_size
         flops_per_s = model.step_flops(samples, tp=layout.tp) / step_time_s / layout.world_size
         names = {device.name for host in cluster.hosts for device in host.devices}
-        device = spec_of_cluster(cluster) if len(names) == 1 else None
+        device = cluster.spec if len(names) == 1 else None
         peak = device.flops_per_s.get(dtype, 0.0) if device else 0.0
         return cls(
             tokens_per_s=samples * model.seq_length / step_time_s,

@@ -126,7 +126,7 @@ class Coordinator:
         words, least, planner = self._options.script_arguments, self._least_nodes, self.planner
         step = replan.decide(records, bare.hosts, held, written=words, lost=lost, least_nodes=least)
         planner.versions = records[0].versions
-        self._script.device_name = next((record.host.devices[0].name for record in records if record.host), "")
+        self._script.capability = next((one.host.devices[0].compute_capability for one in records if one.host), None)
         if held is not None:
             planner.recall(held, records)
         self._measures_anew = isinstance(step, replan.Measure) and step.anew

@@ -119,8 +119,8 @@ class Script:
     def __init__(self, options: Options, environ: Mapping[str, str]) -> None:
         self._options = options
         self._environ = environ
-        self.device_name = ""
-        """Name of the first GPU or CPU of the job; empty until the device is known."""
+        self.capability: float | None = None
+        """CUDA's compute capability of the job's first GPU; None until the GPU is known."""
         self._dialect: Dialect | PipetteError | None = None
 
     def dialect(self, world_size: int) -> Dialect:
@@ -152,7 +152,7 @@ class Script:
             script=self._options.script,
             fix=self._options.fix,
             environment=self._environ,
-            device_name=self.device_name,
+            capability=self.capability,
             for_planning=global_batch_size is not None,
             is_launched=True,
         )
@@ -163,7 +163,7 @@ class Script:
 
     def environment(self, job: Job, layout: Layout, device_kind: str, *, is_own: bool) -> dict[str, str]:
         """Return the variables that a layout needs; the user's own layout keeps the user's own variables."""
-        needed = megatron.environment(job, layout, device_kind=device_kind, device_name=self.device_name)
+        needed = megatron.environment(job, layout, device_kind=device_kind)
         return {name: value for name, value in needed.items() if not is_own or name not in self._environ}
 
     def leave_record(self, plan: Plan, choice: Choice | None) -> None:

@@ -34,7 +34,7 @@ VARIABLES: dict[str, tuple[str, ...]] = {
 }
 """TransformerEngine's environment variables, and the backends for which Megatron sets the variable to 1, not 0."""
 _NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
-_AMPERE, _HOPPER = 8, 9
+_AMPERE, _HOPPER, _BLACKWELL = 8, 9, 10
 FIRST_ABSORBED = (0, 19)
 """First release whose sparse attention shares one key among all heads, and has kernels."""
 
@@ -82,13 +82,13 @@ def read_model(
     *,
     device_kind: str,
     environment: Mapping[str, str],
-    capability: int | None = None,
+    capability: float | None = None,
 ) -> ModelSpec:
     """Read the layers and sizes of the model.
 
     Raise MegatronError if a flag is missing, or if sizes contradict each other. `device_kind` is `cuda` or `cpu`. Some
-    variables in `environment` select an attention backend. `capability` is the major number of the GPUs' compute
-    capability (None = unknown).
+    variables in `environment` select an attention backend. `capability` is the GPUs' compute capability, such as
+    8.9 (None = unknown).
     """
     # TransformerEngine needs CUDA, so on CPU all layers are Megatron's own layers.
     known = ("local", "transformer_engine")
@@ -173,7 +173,7 @@ def _sizes(arguments: Arguments) -> dict[str, Any]:
 
 
 def _backend(
-    arguments: Arguments, transformer_impl: str, environment: Mapping[str, str], capability: int | None
+    arguments: Arguments, transformer_impl: str, environment: Mapping[str, str], capability: float | None
 ) -> Any:
     """Return the attention backend of a job's layers. Raise MegatronError if the environment contradicts the flag.
 
@@ -202,9 +202,9 @@ def _backend(
     if capability < _AMPERE:
         return "unfused"
     is_deterministic = arguments.get("deterministic_mode") or environment.get(_NONDETERMINISTIC) == "0"
-    cannot_fuse = capability > _HOPPER and is_deterministic and arguments.get("attention_dropout") > 0
+    cannot_fuse = capability >= _BLACKWELL and is_deterministic and arguments.get("attention_dropout") > 0
     # Flash attention has no sinks (TE, get_attention_backend).
-    is_flash = capability == _AMPERE and arguments.get("softmax_type") in (None, "vanilla")
+    is_flash = capability < _HOPPER and arguments.get("softmax_type") in (None, "vanilla")
     return "flash" if is_flash or cannot_fuse else "fused"
 
 

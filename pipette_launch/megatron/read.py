@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pipette_launch.errors import MegatronError, check_all
 from pipette_launch.facts import Batch, Job, Layout
-from pipette_launch.facts.accelerators import compute_capability
+from pipette_launch.facts.devices import capability_named
 from pipette_launch.megatron import flags
 from pipette_launch.megatron.checkpoint import demands, unseen_note
 from pipette_launch.megatron.checkpoint_files import checkpoint_folder, with_checkpoint_arguments
@@ -45,7 +45,7 @@ def read_job(
     is_translated: bool = False,
     environment: Mapping[str, str] | None = None,
     device_name: str = "",
-    capability: int | None = None,
+    capability: float | None = None,
 ) -> Job:
     """Read a job from the user's command line, with the layout fields that a plan must not change.
 
@@ -67,7 +67,7 @@ def read_job(
         is_translated: if true, the flags stand for settings of another trainer, which has its own checks.
         environment: variables of the workers, which select an attention backend and sizes of buffers.
         device_name: name of the GPUs, on which the attention backend depends. Empty if unknown.
-        capability: major number of the GPUs' compute capability. None = derive the number from `device_name`.
+        capability: compute capability of the GPUs, such as 8.9. None = that of the known device `device_name`.
 
     """
     given, checkpoint_note, faults = _with_checkpoint(Arguments.cut(arguments, megatron_version))
@@ -81,7 +81,7 @@ def read_job(
         fixed=fixed_fields(fix),
         device_kind=device_kind,
         device_name=device_name,
-        capability=capability or compute_capability(device_name),
+        capability=capability or capability_named(device_name),
         environment=environment or {},
         for_prediction=for_prediction,
         for_planning=for_planning,
@@ -132,7 +132,7 @@ class _Reader:
     fixed: tuple[str, ...]
     device_kind: str
     device_name: str
-    capability: int | None
+    capability: float | None
     environment: Mapping[str, str]
     for_prediction: bool
     for_planning: bool

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Job, Layout
-from pipette_launch.facts.accelerators import compute_capability
 from pipette_launch.facts.job import OTHER_MODELS
 from pipette_launch.megatron.chunks import PATTERN_DESTS, RATIO_DESTS, SPLIT_DESTS
 from pipette_launch.megatron.flags import Arguments, flag_table, newest_release
@@ -117,14 +116,14 @@ def _checkout_version(folder: Path) -> str | None:
     return ".".join(part[1] for part in parts if part) if all(parts) else None
 
 
-def environment(job: Job, layout: Layout, *, device_kind: str, device_name: str) -> dict[str, str]:
+def environment(job: Job, layout: Layout, *, device_kind: str) -> dict[str, str]:
     """Return the environment variables that a worker of this layout needs in addition to torchrun's variables.
 
     Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor or context parallelism before Blackwell. On CPU, Megatron
     asserts this variable too, because the CPU backend reports a device without a compute capability. FSDP asserts the
     opposite, and a user of the overlap of expert exchanges may choose (arguments.py:622, 687, 927-953).
     """
-    is_blackwell = device_kind == "cuda" and (compute_capability(device_name) or 0) >= _BLACKWELL
+    is_blackwell = device_kind == "cuda" and (job.compute_capability or 0) >= _BLACKWELL
     options = job.options
     chooses = options.use_megatron_fsdp or options.use_torch_fsdp2 or options.overlap_moe_expert_parallel_comm
     is_needed = not (is_blackwell or chooses or layout.tp == layout.cp == 1)

@@ -12,10 +12,9 @@ from typing import Any, Literal, NamedTuple
 from pipette_launch import megatron
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, OptionError, UsageError
-from pipette_launch.facts import Job, Layout, Measurements, files, known_devices
-from pipette_launch.facts.accelerators import DeviceSpec
+from pipette_launch.facts import Job, Layout, Measurements, devices, files
+from pipette_launch.facts.devices import DeviceFile, DeviceSpec
 from pipette_launch.facts.fabric import BUILT_IN, UNIFORM, FabricSpec, built_in_fabric
-from pipette_launch.facts.known_devices import DeviceFile
 from pipette_launch.facts.measurements import layers_digest
 from pipette_launch.megatron import Dialect
 from pipette_launch.text import counted, did_you_mean
@@ -57,10 +56,10 @@ class TargetMachines:
         return self.spec.name if self.spec else ""
 
     @property
-    def capability(self) -> int | None:
-        """Major number of the devices' compute capability. None = unknown."""
+    def capability(self) -> float | None:
+        """CUDA's compute capability of the devices, such as 8.9. None = unknown."""
         if self.measured is not None:
-            return known_devices.capability_of_cluster(self.measured.cluster)
+            return self.measured.cluster.compute_capability
         return self.spec.compute_capability if self.spec else None
 
     @property
@@ -186,8 +185,7 @@ def machines_of(
         return TargetMachines(num_hosts=hosts, devices_per_host=devices, kind=device_kind)
     if device_kind == "cpu":
         raise OptionError(("gpu", "device_kind"), "exclude each other: a job on CPU has no GPU type")
-    device, notes = _device(gpu)
-    return _imagined(device, notes, fabric or UNIFORM, sizes)
+    return _imagined(_device(gpu), fabric or UNIFORM, sizes)
 
 
 def _check_sizes(sizes: _Sizes) -> None:
@@ -201,33 +199,31 @@ def _check_sizes(sizes: _Sizes) -> None:
             raise OptionError(option, f"must be {limit}, got {reprlib.repr(value)}")
 
 
-def _device(source: str | Path | DeviceFile) -> tuple[DeviceSpec, tuple[str, ...]]:
-    """Return a device, and a note if the device's name has several meanings."""
+def _device(source: str | Path | DeviceFile) -> DeviceSpec:
     if isinstance(source, DeviceFile):
-        return source.spec(), ()
+        return source.spec()
     if not isinstance(source, (str, Path)):
         raise OptionError("gpu", f"must be a name, a path or a DeviceFile, got {source!r}")
     name = str(source)
     if isinstance(source, Path) or Path(name).suffix == ".json" or os.sep in name:
-        return files.read(Path(name), DeviceFile).spec(), ()
+        return files.read(Path(name), DeviceFile).spec()
     try:
-        return known_devices.device_named(name), tuple(filter(None, (known_devices.other_meanings(name),)))
-    except known_devices.UnknownDeviceError as error:
+        return devices.device_named(name)
+    except devices.UnknownDeviceError as error:
         # Use `lexists`, because `Path.exists` raises for a name that no file can have, such as a too long name.
         if os.path.lexists(name):
-            return files.read(Path(name), DeviceFile).spec(), ()
+            return files.read(Path(name), DeviceFile).spec()
         advice = "pipette devices lists all known names; a file can describe another device"
         raise FactError(f"{error}{' ' if str(error).endswith('?') else '; '}{advice}") from error
 
 
-def _imagined(
-    spec: DeviceSpec, notes: tuple[str, ...], source: str | Path | FabricSpec, sizes: _Sizes
-) -> TargetMachines:
+def _imagined(spec: DeviceSpec, source: str | Path | FabricSpec, sizes: _Sizes) -> TargetMachines:
+    notes: tuple[str, ...] = ()
     fabric = source if isinstance(source, FabricSpec) else _fabric(source)
     if sizes.world_size is None:
         num_hosts = sizes.nodes or len(fabric.hosts) or None
         if num_hosts is not None and sizes.gpus_per_node is None:
-            notes = (*notes, _assumed_host(spec.devices_per_host))
+            notes = (_assumed_host(spec.devices_per_host),)
             sizes = sizes._replace(gpus_per_node=spec.devices_per_host)
         sizes = sizes._replace(nodes=num_hosts)
     hosts, devices, more = _hosts_and_devices(sizes, usual=spec.devices_per_host)

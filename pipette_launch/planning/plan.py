@@ -20,8 +20,8 @@ from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEARCH_BUDGET_S, SEED
 from pipette_launch.errors import OptionError
 from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance, Setting
 from pipette_launch.facts.co_location import Domains
+from pipette_launch.facts.devices import DeviceFile
 from pipette_launch.facts.fabric import FabricSpec
-from pipette_launch.facts.known_devices import DeviceFile
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.facts.plan import in_order_of
 from pipette_launch.facts.schedule import schedule_names

@@ -16,9 +16,9 @@ from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor, launchin
 from pipette_launch.defaults import MEMORY_MARGIN
 from pipette_launch.errors import FactError, OptionError, PlanError, check_share
 from pipette_launch.facts import Job, Layout, Measurements
+from pipette_launch.facts.devices import DeviceFile
 from pipette_launch.facts.fabric import FabricSpec
 from pipette_launch.facts.job import EXPANDABLE_SEGMENTS
-from pipette_launch.facts.known_devices import DeviceFile
 from pipette_launch.facts.plan import Rate
 from pipette_launch.facts.prediction import MemoryFit, Prediction, StageMemory
 from pipette_launch.planning.machines import Kind, TargetMachines, machines_of

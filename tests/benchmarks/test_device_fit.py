@@ -10,10 +10,9 @@ from benchmarks.validation.case_factors import CaseFactor, shape_of
 from benchmarks.validation.device_fit import PARAMETERS, MeasuredStep, adjusted, fit, predicted_s
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Batch, ComputeCase, Job, Layout
-from pipette_launch.facts.accelerators import DeviceSpec
-from pipette_launch.facts.known_devices import known_devices
+from pipette_launch.facts.devices import KNOWN_DEVICES, DeviceSpec
 
-A100 = known_devices()["A100-80GB"]
+A100 = KNOWN_DEVICES["A100-80GB"]
 LAYOUTS = (
     Layout(dp=4),
     Layout(tp=4),
@@ -102,7 +101,7 @@ def test_planted_shape_is_found() -> None:
 
 def test_a_fit_is_the_same_twice() -> None:
     """Nothing in it is drawn at random."""
-    assert fit(steps(A100)[:3], known_devices()["H100-SXM"]) == fit(steps(A100)[:3], known_devices()["H100-SXM"])
+    assert fit(steps(A100)[:3], KNOWN_DEVICES["H100-SXM"]) == fit(steps(A100)[:3], KNOWN_DEVICES["H100-SXM"])
 
 
 def test_device_says_that_it_was_fitted() -> None:

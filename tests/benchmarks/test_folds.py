@@ -64,5 +64,5 @@ def test_workspaces_follow_gpu_and_environment() -> None:
     te = job("--transformer-impl transformer_engine")
     variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
-    assert [68 * MIB, 96 * MIB] == [stated_bytes(te, gpu, variables) for gpu in ("A100", "NVIDIA H100 80GB")]
+    assert [68 * MIB, 96 * MIB] == [stated_bytes(te, gpu, variables) for gpu in ("A100-80GB", "NVIDIA H100 80GB HBM3")]
     assert stated_bytes(te, "unknown", {}) == stated_bytes(te, "H100", {})

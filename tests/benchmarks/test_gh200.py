@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.validation.latency import Machines, pipette
 from benchmarks.validation.shapes import job_of
-from pipette_launch.facts.known_devices import known_devices
+from pipette_launch.facts.devices import KNOWN_DEVICES
 
 LLAMA: dict[str, Any] = {
     "num-layers": 32,
@@ -59,7 +59,7 @@ def test_steps_on_alps_are_predicted_within_12_percent(
         "tensor-model-parallel-size": tp,
         **({"sequence-parallel": True} if tp > 1 else {}),
     }
-    device = known_devices()["GH200-96GB"]
+    device = KNOWN_DEVICES["GH200-96GB"]
     step_s = pipette(
         job_of(flags, world_size=4 * hosts, device_name=device.name),
         Machines(device=device, num_hosts=hosts, devices_per_host=4),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.validation.host import DEVICES, host_cost
-from pipette_launch.facts.known_devices import device_named
+from pipette_launch.facts.devices import device_named
 
 
 @pytest.mark.parametrize(("gpu", "fewest"), [("A100", 30), ("H100", 10)])

@@ -13,7 +13,7 @@ from benchmarks.validation.latency import device_of, hosts_of, pipette
 from benchmarks.validation.options import DEFAULT_FILES
 from benchmarks.validation.tables import DataError
 from pipette_launch.cost.memory.peak import MemoryParts
-from pipette_launch.facts.known_devices import device_named
+from pipette_launch.facts.devices import device_named
 
 ROW = {
     "source": "page",

@@ -10,7 +10,7 @@ from benchmarks.validation.options import DEFAULT_FILES
 from benchmarks.validation.tables import Row, read_table
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Job
-from pipette_launch.facts.known_devices import device_named
+from pipette_launch.facts.devices import device_named
 
 PATH = DEFAULT_FILES["readme"]
 ROWS = read_table(PATH, readme.COLUMNS).rows

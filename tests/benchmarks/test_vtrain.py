@@ -10,7 +10,7 @@ from benchmarks.validation import vtrain
 from benchmarks.validation.latency import Machines
 from benchmarks.validation.options import DEFAULT_FILES
 from pipette_launch.facts import Job, Layout, Recompute
-from pipette_launch.facts.known_devices import device_named
+from pipette_launch.facts.devices import device_named
 
 
 @pytest.fixture(scope="module")

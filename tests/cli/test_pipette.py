@@ -133,7 +133,7 @@ def test_the_same_things_have_the_same_names() -> None:
         ("predict --gpu-per-node=4 p.py", "unknown flag --gpu-per-node; did you mean --gpus-per-node?"),
         ("report --jsno", "unknown flag --jsno; did you mean --json?"),
         ("doctor --q", "unknown flag --q; see pipette doctor --help"),
-        ("predict --gpu h100-smx --nodes 1 p.py --bf16", "did you mean H100-SXM, H100-NVL or H100-PCIe?"),
+        ("predict --gpu h100-smx --nodes 1 p.py --bf16", "did you mean H100-SXM, H800-SXM, H200?"),
         ("predict --gpu h100 --fabric fat-tre-2:1 --nodes 1 p.py --bf16", "did you mean fat-tree-2:1?"),
     ],
 )

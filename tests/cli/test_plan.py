@@ -509,11 +509,15 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
     [
         (f"plan --gpu h100 {JOB}", 2, "--world-size is missing: give this number, or the number of hosts"),
         (f"plan --world-size 8 {JOB}", 2, "--gpu and --cluster are missing: name a device type or a measured cluster"),
-        (f"plan --gpu hh200 --nodes 2 {JOB}", 2, "unknown device 'hh200'; did you mean H200, H200-NVL or H20?"),
+        (
+            f"plan --gpu hh200 --nodes 2 {JOB}",
+            2,
+            "unknown device 'hh200'; did you mean H200, GH200-96GB",
+        ),
         (
             f"plan --gpu a100 --nodes 2 {JOB}",
             2,
-            "may be A100-40GB, A100-80GB, A100-40GB-PCIe or A100-80GB-PCIe; give the full name",
+            "did you mean A100-40GB, A100-80GB, A100-40GB-PCIe, A100-80GB-PCIe?",
         ),
         (
             f"plan --gpu h100 --nodes 2 --fabric fat-tre-2:1 {JOB}",

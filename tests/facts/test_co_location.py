@@ -13,9 +13,9 @@ from pipette_launch.cost.compute.device_model import imagined_cluster
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Layout, files
 from pipette_launch.facts.co_location import Domains, RankBlock, blocks_of, expert_block
+from pipette_launch.facts.devices import KNOWN_DEVICES
 from pipette_launch.facts.fabric import UNIFORM
 from pipette_launch.facts.job import PerformanceOptions
-from pipette_launch.facts.known_devices import known_devices
 
 IN_HOST = RankBlock(size=2, within="host", kind="tensor-parallel", asked_by="--tp-comm-overlap")
 IN_DOMAIN = RankBlock(size=4, within="domain", kind="expert-parallel", asked_by="HybridEP")
@@ -38,7 +38,7 @@ def test_domains_are_of_the_device(device: str, domain_H: tuple[int, ...]) -> No
 
 def test_imagined_racks_are_domains() -> None:
     """64 hosts of GB200 NVL72 get 16 of each domain."""
-    cluster = imagined_cluster(known_devices()["GB200-NVL72"], num_hosts=64, devices_per_host=4, fabric=UNIFORM)
+    cluster = imagined_cluster(KNOWN_DEVICES["GB200-NVL72"], num_hosts=64, devices_per_host=4, fabric=UNIFORM)
     rooms = Domains.of(cluster)
 
     assert [16] * 4 == [len(hosts) for hosts in rooms.domains]

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from pipette_launch.errors import FactError, FileFormatError
 from pipette_launch.facts import files
+from pipette_launch.facts.devices import KNOWN_DEVICES
 from pipette_launch.facts.fabric import UNIFORM, FabricSpec, Tier, built_in_fabric
-from pipette_launch.facts.known_devices import known_devices
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-H100 = known_devices()["H100-SXM"]
-GB200 = known_devices()["GB200-NVL72"]
+H100 = KNOWN_DEVICES["H100-SXM"]
+GB200 = KNOWN_DEVICES["GB200-NVL72"]
 TREE = FabricSpec(
     source="Made up.",
     tiers=(

@@ -25,9 +25,9 @@ from pipette_launch.agent.rendezvous import check_meeting, settle
 from pipette_launch.agent.warmup import NodeReport, WorkerState
 from pipette_launch.errors import MegatronError, PipetteError
 from pipette_launch.facts import Layout, Samples, files
+from pipette_launch.facts.devices import KNOWN_DEVICES, DeviceFiles, file_of
 from pipette_launch.facts.fabric import FabricSpec, Tier
 from pipette_launch.facts.health import Checkup, Finding, Verdict
-from pipette_launch.facts.known_devices import DeviceFiles, file_of, known_devices
 from pipette_launch.facts.messages import (
     Advice,
     Arrival,
@@ -97,7 +97,7 @@ FABRIC = FabricSpec(
     network_factor={"a": 0.5},
     compute_factor={"b": 0.9},
 )
-DEVICE = file_of(known_devices()["H20"])
+DEVICE = file_of(KNOWN_DEVICES["H20"])
 SAVED_TO = Path("here")
 MEMBER = Member(token="t", address="10.0.0.1", port=29400, node_rank=0)  # noqa: S106, it is a name
 LIVE = LiveJob(

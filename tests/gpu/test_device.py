@@ -1,13 +1,14 @@
 """What the driver tells of a real device is what torch tells of it, and what our tables say of its type."""
 
+from dataclasses import replace
+
 import pytest
 from facts_for_tests import tiny_job
 from gpu.fresh import in_a_fresh_process, uuid
 
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import Layout
-from pipette_launch.facts.accelerators import compute_capability
-from pipette_launch.facts.known_devices import known_devices
+from pipette_launch.facts.devices import KNOWN_DEVICES
 from pipette_launch.megatron import environment
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.inventory import conditions
@@ -53,10 +54,11 @@ def test_tables_know_the_device() -> None:
     import torch
 
     device = inventory.host(name="here", address="", num_devices=1, device="cuda").devices[0]
-    major, _ = torch.cuda.get_device_capability()
-    sizes = [spec.memory_bytes for spec in known_devices().values()]
+    major, minor = torch.cuda.get_device_capability()
+    job = replace(tiny_job(2), compute_capability=device.compute_capability)
+    sizes = [spec.memory_bytes for spec in KNOWN_DEVICES.values()]
 
-    assert major == compute_capability(device.name)
+    assert float(f"{major}.{minor}") == device.compute_capability
     assert min(abs(size / device.memory_total_bytes - 1) for size in sizes) < 0.03
-    assert (major >= 10) == (not environment(tiny_job(2), Layout(tp=2), device_kind="cuda", device_name=device.name))
+    assert (major >= 10) == (not environment(job, Layout(tp=2), device_kind="cuda"))
     assert device.uuid == uuid()

@@ -124,7 +124,7 @@ def _no_megatron(script: str, environ: object) -> str:
 )
 def test_connections_follow_the_layout(layout: Layout, kind: str, name: str, expected: dict[str, str]) -> None:
     """Tensor or context parallelism before Blackwell needs one connection; other layouts need no variable."""
-    assert expected == environment(job(), layout, device_kind=kind, device_name=name)
+    assert expected == environment(job(device_name=name, device_kind=kind), layout, device_kind=kind)
 
 
 EXPERTS = "--num-experts 8 --disable-bias-linear --bf16 --expert-model-parallel-size 2"
@@ -139,7 +139,7 @@ EXPERTS = "--num-experts 8 --disable-bias-linear --bf16 --expert-model-parallel-
 )
 def test_connections_stay_the_users_where_megatron_does_not_need_one(words: str) -> None:
     """FSDP refuses one connection, and the overlap of expert exchanges leaves the choice to the user."""
-    assert {} == environment(job(words), Layout(tp=2, etp=2), device_kind="cuda", device_name="NVIDIA H200")
+    assert {} == environment(job(words, device_name="NVIDIA H200"), Layout(tp=2, etp=2), device_kind="cuda")
 
 
 SUSPICIOUS = re.compile(

@@ -26,7 +26,7 @@ def test_notes_on_the_job_come_before_those_on_assumed_machines() -> None:
     request = PlanRequest(arguments=words, gpu="H100", nodes=2, megatron_version="0.16.1")
 
     begins = [note.split()[0] for note in read_problem(request).job.notes]
-    assert [*range(4)] == [begins.index(word) for word in ("assumed", "not", "H100", "Assumed:")]
+    assert [*range(3)] == [begins.index(word) for word in ("assumed", "not", "Assumed:")]
 
 
 def test_a_plan_offloads_where_that_is_faster_than_recompute() -> None:
@@ -47,4 +47,4 @@ def test_a_plan_offloads_where_that_is_faster_than_recompute() -> None:
     found = predict(written, megatron_version="0.20.0", gpu="GB200", world_size=1)
     assert (found.layout, found.step_time_s) == (chosen.layout, chosen.step_time_s)
     assert found.stages[0].peak_bytes == chosen.memory_shown.need_bytes[0]
-    assert "NVTE_CPU_OFFLOAD_V1" in environment(new.job, chosen.layout, device_kind="cuda", device_name="GB200")
+    assert "NVTE_CPU_OFFLOAD_V1" in environment(new.job, chosen.layout, device_kind="cuda")

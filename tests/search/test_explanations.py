@@ -13,7 +13,7 @@ from pipette_launch.cost.compute.device_model import published
 from pipette_launch.cost.step.predictor import NOT_MODELLED
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Batch, ComputeCase, Layout, Measurements
-from pipette_launch.facts.known_devices import known_devices
+from pipette_launch.facts.devices import KNOWN_DEVICES
 from pipette_launch.report.plan import chosen_line
 from pipette_launch.report.screen import NOT_MODELLED as PREFIX
 from pipette_launch.text import bytes_text
@@ -31,7 +31,7 @@ def test_all_is_said_in_sentences() -> None:
 def test_a_lead_is_compared_with_published_leads() -> None:
     """Without measurements a reason says which leads exceed the usual error of leads; measured leads have scatter."""
     measured = tiny_measurements(tiny_cluster())
-    imagined = replace(measured, cluster=replace(measured.cluster, imagined=known_devices()["H100-SXM"]))
+    imagined = replace(measured, cluster=replace(measured.cluster, imagined=KNOWN_DEVICES["H100-SXM"]))
     plan, plain = planned(tiny_job(4), imagined), planned(tiny_job(4))
     lead = 1 - plan.chosen.step_time_s / plan.own.step_time_s
 

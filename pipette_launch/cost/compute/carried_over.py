@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 from pipette_launch.cost.compute.device_model import modelled_compute
 from pipette_launch.errors import FactError
-from pipette_launch.facts.accelerators import DeviceSpec, Efficiency, Link
 from pipette_launch.facts.cluster import Device
+from pipette_launch.facts.devices import DeviceSpec, Efficiency, Link, devices_like, known_device
 from pipette_launch.facts.job import MODELLED, Job, PerformanceOptions, flag_of
-from pipette_launch.facts.known_devices import device_of_driver, devices_like
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, Measurements, Samples
 from pipette_launch.megatron.performance import options_of_flags
@@ -43,12 +42,8 @@ GENERIC = DeviceSpec(
 
 
 def spec_of(device: Device) -> DeviceSpec:
-    """Return the known device with the driver's name, else the same chip with other memory, else GENERIC."""
-    known = device_of_driver(device.name)
-    if known is not None:
-        return known
-    alike = devices_like(device.name)
-    return min(alike, key=lambda spec: abs(spec.memory_bytes - device.memory_total_bytes), default=GENERIC)
+    """Return the known device with the driver's name, else the device with the most similar name, else GENERIC."""
+    return known_device(device.name) or next(iter(devices_like(device.name)), GENERIC)
 
 
 def layout_of(job: Job, case: ComputeCase) -> Layout:

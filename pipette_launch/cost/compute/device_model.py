@@ -32,9 +32,9 @@ from pipette_launch.cost.layers.parameters import layer_matrices, shard_copies, 
 from pipette_launch.cost.layers.passes import Collective, Load, PassLoads, Product
 from pipette_launch.cost.layers.sparse import Sparse
 from pipette_launch.errors import FactError
-from pipette_launch.facts.accelerators import DeviceSpec
 from pipette_launch.facts.cluster import Cluster, Device, Host, Links
 from pipette_launch.facts.co_location import Domains
+from pipette_launch.facts.devices import DeviceSpec
 from pipette_launch.facts.fabric import UNIFORM, FabricSpec
 from pipette_launch.facts.files import table
 from pipette_launch.facts.job import Job

@@ -174,7 +174,7 @@ def narrow_weight_bytes(job: Job, layout: Layout) -> tuple[int, ...]:
     are_narrow = options.fp4_param_gather if options.fp4 else options.fp8_param_gather
     if not bits or (are_narrow and options.use_megatron_fsdp):
         return (0,) * layout.pp
-    is_alone = bits == 8 and options.fp8_recipe in _ONE_SCALE and job.compute_capability in _ANY_LAYOUT
+    is_alone = bits == 8 and options.fp8_recipe in _ONE_SCALE and int(job.compute_capability or 0) in _ANY_LAYOUT
     extra = bits / 8 * (1 if is_alone else 2) - are_narrow * model.dtype_bytes
     each = {kind: sum(one.matrices() for one in blocks_of(job, layout, kind)) for kind in {*model.layer_kinds}}
     sizes = [each[kind] * is_narrow for kind, is_narrow in zip(model.layer_kinds, narrow_layers(job), strict=True)]

@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, overload
 
 from pipette_launch.cost.layers.parameters import expert_dp
-from pipette_launch.facts.accelerators import compute_capability
+from pipette_launch.facts.devices import capability_named
 from pipette_launch.facts.job import ALLOCATOR_VARIABLES, EXPANDABLE, ITERATION, RING, Job, allocator_options, flag_of
-from pipette_launch.facts.known_devices import capability_of_cluster
 from pipette_launch.facts.layout import Ints, Layout, LayoutColumns
 from pipette_launch.facts.measurements import Measurements, MemoryNeed, StageReading
 from pipette_launch.text import MIB, numbered
@@ -71,7 +70,7 @@ UNCOUNTED_OPTIONS = ("backend", "max_split_size_mb", "per_process_memory_fractio
 MEASURED = "measured by the warm-up"
 
 
-def workspace_bytes(job: Job, *, capability: int) -> int:
+def workspace_bytes(job: Job, *, capability: float) -> int:
     """Count the workspaces of matrix libraries that a rank holds from its first step on.
 
     The sizes of workspaces come from the source code of these libraries. PyTorch gives each pair of thread and stream
@@ -80,8 +79,8 @@ def workspace_bytes(job: Job, *, capability: int) -> int:
     a value of CUBLAS_WORKSPACE_CONFIG without any `:SIZE:COUNT` is ignored. TransformerEngine adds one workspace
     (`get_cublas_workspace_size_bytes`), and four workspaces for grouped GEMMs, one for each stream
     (`get_multi_stream_cublas_workspace`). Routers multiply with TransformerEngine even in Megatron's own layers (MC
-    transformer/moe/moe_utils.py, RouterGatingLinearFunction). `capability` is the major number of the compute
-    capability, 9 for H100.
+    transformer/moe/moe_utils.py, RouterGatingLinearFunction). `capability` is the compute capability, such as
+    8.9.
     """
     options, model, release = job.options, job.model, job.release
     pools = re.findall(r":(\d+):(\d+)", job.cublas_workspace_config)
@@ -197,13 +196,13 @@ def overhead_of(
     *,
     device_kind: str,
     device_name: str = "",
-    capability: int | None = None,
+    capability: float | None = None,
     measured: Measurements | None = None,
 ) -> Overhead:
     """Return the bytes that a rank of this layout holds beside the model; measured figures replace defaults.
 
-    `device_kind` is `cuda` or `cpu`, and the driver or the user gives `device_name`. `capability` is the major number
-    of the compute capability; None = the number that belongs to the name. Without `measured` all figures of the
+    `device_kind` is `cuda` or `cpu`, and the driver or the user gives `device_name`. `capability` is the compute
+    capability, such as 8.9; None = that of the known device `device_name`. Without `measured` all figures of the
     overhead are defaults.
     """
     measured_bytes = measured.overhead_bytes if measured else None
@@ -224,7 +223,7 @@ def overhead_of(
     else:
         context = Figure(CONTEXT_BYTES, CONTEXT_SOURCE)
         communicators = Figure(COMMUNICATOR_BYTES * num_group_kinds(layout), COMMUNICATOR_SOURCE)
-    capability = capability or compute_capability(device_name)
+    capability = capability or capability_named(device_name)
     known = device_name if capability else "a GPU of unknown type, taken as of capability 9"
     workspace = workspace_bytes(job, capability=capability or UNKNOWN_CAPABILITY)
     return Overhead(
@@ -237,7 +236,7 @@ def overhead_of(
 
 def measured_overhead(job: Job, layout: Layout, measured: Measurements) -> Overhead:
     """Return the overhead of a rank, with the figures that the warm-up measured on the machines."""
-    device, capability = measured.cluster.hosts[0].devices[0], capability_of_cluster(measured.cluster)
+    device, capability = measured.cluster.hosts[0].devices[0], measured.cluster.compute_capability
     return overhead_of(
         job, layout, device_kind=device.kind, device_name=device.name, capability=capability, measured=measured
     )
@@ -370,7 +369,7 @@ class MeasuredStages:
         If a stage ran out of memory, its peak is at least the device's memory.
         """
         peaks, known, cluster = list(predicted), self._readings.get(layout, {}), self._cluster
-        device, capability = cluster.hosts[0].devices[0], capability_of_cluster(cluster)
+        device, capability = cluster.hosts[0].devices[0], cluster.compute_capability
         for rank, reading in known.items():
             if reading.ran_out:
                 peaks[rank] = max(peaks[rank], cluster.memory_bytes)

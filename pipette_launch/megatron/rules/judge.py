@@ -8,15 +8,14 @@ from operator import attrgetter
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Job, Layout
-from pipette_launch.facts.accelerators import chip_capability
 from pipette_launch.facts.layout import Degrees, MemoryOptions
 from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.rules import degrees, memory_options
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule, Rules
 from pipette_launch.megatron.rules.flags import flag_faults
 
-FP8_SINCE, FP4_SINCE = (8, 9), (10, 0)
-FP8_RECIPES_SINCE = {"blockwise": (9, 0), "mxfp8": (10, 0)}
+FP8_SINCE, FP4_SINCE = 8.9, 10.0
+FP8_RECIPES_SINCE = {"blockwise": 9.0, "mxfp8": 10.0}
 """Compute capability that a value of `--fp8-recipe` needs. Other values need FP8_SINCE."""
 
 
@@ -68,11 +67,11 @@ def check_own(job: Job, arguments: Arguments, *, device_kind: str) -> tuple[str,
     return tuple(f"{broken.sentence(arguments, job.own)}; Megatron itself does not stop" for broken in found)
 
 
-def check_formats(arguments: Arguments, own: Layout, *, device_name: str, capability: int | None) -> None:
+def check_formats(arguments: Arguments, own: Layout, *, device_name: str, capability: float | None) -> None:
     """Raise MegatronError if flags demand a number format that the GPUs are known to lack.
 
     Transformer Engine would stop at the first step (quantization.py). `device_name` is the name from the driver or from
-    `--gpu`. `capability` is the major number of the GPUs' compute capability, or None if unknown.
+    `--gpu`. `capability` is the GPUs' compute capability, such as 8.9, or None if unknown.
     """
     names: tuple[str, ...]
     recipe = str(arguments.get("fp8_recipe"))
@@ -84,11 +83,7 @@ def check_formats(arguments: Arguments, own: Layout, *, device_name: str, capabi
         kind, since, names = "FP8", FP8_SINCE, ("fp8",)
     else:
         return
-    named = chip_capability(device_name)
-    # A description of a device has only the major number. The name of a known GPU implies major and minor number.
-    has = named if named and capability in (None, named[0]) else (capability, 9) if capability else since
-    if has < since:
-        needed = ".".join(map(str, since))
-        reason = f"{device_name or 'the GPU'} does not compute in {kind}, which needs compute capability {needed}"
+    if capability is not None and capability < since:
+        reason = f"{device_name or 'the GPU'} does not compute in {kind}, which needs compute capability {since}"
         remedy = "remove the format or take another GPU"
         raise MegatronError(BrokenRule(reason, names, remedy).sentence(arguments, own))

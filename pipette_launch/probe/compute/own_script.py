@@ -60,5 +60,5 @@ class OwnScript:
         words = played_arguments(self.program.arguments, job=job, layout=layout, single_layers=single_layers, **own)
         needed: dict[str, str] = {}
         if self.device is not None:
-            needed = environment(job, layout, device_kind=self.device.kind, device_name=self.device.name)
+            needed = environment(job, layout, device_kind=self.device.kind)
         return partial(run_script, replace(self.program, arguments=words), **needed)

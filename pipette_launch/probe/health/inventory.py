@@ -128,7 +128,7 @@ def _gpus() -> tuple[list[Device], tuple[str, ...]]:
                     name=driver.text(nvml.nvmlDeviceGetName(handle)),
                     memory_total_bytes=memory.total_bytes,
                     memory_free_bytes=memory.free_bytes,
-                    compute_capability=capability[0] if capability else None,
+                    compute_capability=capability and float("{}.{}".format(*capability)),
                 )
             )
         return devices, lost

@@ -11,7 +11,7 @@ from benchmarks.rivals.planners import RANKINGS
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.errors import FactError, PlanError
 from pipette_launch.facts import Batch, ComputeCase, Job, Layout, Links, Measurements
-from pipette_launch.facts.known_devices import device_named
+from pipette_launch.facts.devices import device_named
 from pipette_launch.megatron.rules.broken import Rules
 from pipette_launch.megatron.rules.judge import broken_rule
 from pipette_launch.text import GIB

@@ -13,7 +13,7 @@ from pipette_launch.cost.compute.device_model import modelled_compute
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import ComputeCase, ComputeTime, Device, Job, Layout, Measurements, Samples
-from pipette_launch.facts.known_devices import device_named
+from pipette_launch.facts.devices import device_named
 
 ONE = ComputeCase(tp=1, cp=1, micro_batch_size=1)
 TP2 = ComputeCase(tp=2, cp=1, micro_batch_size=1)

@@ -35,10 +35,14 @@ from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Batch, HybridLayers, Job, Layout, Recompute
-from pipette_launch.facts.accelerators import DeviceSpec, Efficiency, Link
+from pipette_launch.facts.devices import (
+    KNOWN_DEVICES,
+    DeviceSpec,
+    Efficiency,
+    Link,
+)
 from pipette_launch.facts.fabric import UNIFORM, FabricSpec, Tier
 from pipette_launch.facts.files import table
-from pipette_launch.facts.known_devices import capability_of_cluster, known_devices, spec_of_cluster
 from pipette_launch.facts.layout import LayoutColumns
 from pipette_launch.facts.measurements import Measurements, without_hosts
 from pipette_launch.facts.model import LatentAttention, ModelSpec
@@ -168,7 +172,7 @@ def test_layers_that_stay_in_16_bits_count_as_such() -> None:
 
 def test_one_copy_serves_both_products_on_blackwell() -> None:
     """Scales of the whole tensor serve both products; blocks along rows do not serve columns."""
-    hopper, blackwell = (known_devices()[name] for name in ("H100-SXM", "B200"))
+    hopper, blackwell = (KNOWN_DEVICES[name] for name in ("H100-SXM", "B200"))
     tensorwise = ("--fp8-format hybrid", "--fp8-recipe tensorwise")
     blocks = ("--fp8-format e4m3", "--fp8-recipe mxfp8")
 
@@ -182,7 +186,7 @@ def test_fp4_goes_before_and_a_device_without_it_says_so() -> None:
     load = Load(products=(Product(m=1000, n=1000, k=1000, is_linear=True),))
 
     assert "fp4" == narrow.narrow
-    assert device_s(known_devices()["B200"], narrow, load) < device_s(known_devices()["B200"], BF16, load)
+    assert device_s(KNOWN_DEVICES["B200"], narrow, load) < device_s(KNOWN_DEVICES["B200"], BF16, load)
     with pytest.raises(FactError, match="no known peak for fp4"):
         device_s(DEVICE, narrow, load)
 
@@ -495,13 +499,13 @@ def test_predictor_prices_what_was_imagined() -> None:
     tp=st.sampled_from([1, 2, 4]),
     pp=st.sampled_from([1, 2, 4]),
     mbs=st.sampled_from([1, 2]),
-    name=st.sampled_from(sorted(known_devices())),
+    name=st.sampled_from(sorted(KNOWN_DEVICES)),
     sequence_parallel=st.booleans(),
     full=st.booleans(),
 )
 def test_no_step_beats_the_peak(tp: int, pp: int, mbs: int, name: str, sequence_parallel: bool, full: bool) -> None:
     """All devices together compute at most at their share of the peak, for every layout."""
-    device = known_devices()[name]
+    device = KNOWN_DEVICES[name]
     model = tiny_model(hidden_size=2048, ffn_hidden_size=8192, kv_channels=512, seq_length=1024, params_dtype="fp16")
     recompute = Recompute(granularity="full", method="uniform", num_layers=1) if full else Recompute(granularity="none")
     layout = Layout(
@@ -624,8 +628,8 @@ def test_an_imagined_cluster_knows_its_device() -> None:
     whole = imagined(job(), odd, num_hosts=2, devices_per_host=2, layouts=[Layout(dp=4)])
 
     for cluster in (whole.cluster, without_hosts(whole, ["host0"]).cluster):
-        assert odd == spec_of_cluster(cluster)
-        assert 3 == capability_of_cluster(cluster)
+        assert odd == cluster.spec
+        assert 3 == cluster.compute_capability
         assert isinstance(hash(cluster), int)
 
 

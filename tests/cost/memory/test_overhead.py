@@ -344,7 +344,7 @@ def test_the_drivers_compute_capability_sizes_the_workspaces_of_a_gpu_with_an_un
     measured = tiny_measurements(replace(tiny_cluster(1, 1), hosts=(host,)))
     found = measured_overhead(GPT, Layout(), measured).workspace
 
-    assert overhead_of(GPT, Layout(), device_kind="cuda", device_name="A100").workspace.value == found.value
+    assert overhead_of(GPT, Layout(), device_kind="cuda", device_name="A100-80GB").workspace.value == found.value
     assert "constants for GPU 3000" in found.source
 
 
@@ -361,7 +361,8 @@ def test_a_described_device_has_the_workspaces_of_its_capability() -> None:
     described = overhead_of(GPT, Layout(), device_kind="cuda", device_name="Gaudi 2", capability=8)
 
     assert (
-        described.workspace.value == overhead_of(GPT, Layout(), device_kind="cuda", device_name="A100").workspace.value
+        described.workspace.value
+        == overhead_of(GPT, Layout(), device_kind="cuda", device_name="A100-80GB").workspace.value
     )
     assert "constants for Gaudi 2" in described.workspace.source
 
@@ -371,7 +372,7 @@ def test_the_workers_environment_sizes_the_workspaces() -> None:
     local = replace(GPT, model=tiny_model(transformer_impl="local"))
     read_with = replace(local, cublas_workspace_config=":4096:8")
 
-    assert 64 * MIB == overhead_of(read_with, Layout(), device_kind="cuda", device_name="V100").workspace.value
+    assert 64 * MIB == overhead_of(read_with, Layout(), device_kind="cuda", device_name="V100-32GB").workspace.value
 
 
 def test_experts_make_the_allocator_reserve_more() -> None:

@@ -369,11 +369,16 @@ NVFP4 = "--fp4-format e2m1"
             None,
             "--fp8-format e4m3 and --fp8-recipe mxfp8: NVIDIA H100 80GB HBM3 does not compute in FP8 (mxfp8), which",
         ),
-        ("--fp8-format e4m3 --fp8-recipe blockwise", "L40S", 8, "FP8 (blockwise), which needs compute capability 9.0"),
+        (
+            "--fp8-format e4m3 --fp8-recipe blockwise",
+            "L40S",
+            8.9,
+            "FP8 (blockwise), which needs compute capability 9",
+        ),
         (NVFP4, "H200-SXM", 9, "--fp4-format e2m1: H200-SXM does not compute in FP4, which needs"),
     ],
 )
-def test_a_format_that_the_chip_lacks_is_refused(words: str, device: str, capability: int, message: str) -> None:
+def test_a_format_that_the_chip_lacks_is_refused(words: str, device: str, capability: float, message: str) -> None:
     """The error has flags, device, the needed compute capability and a remedy."""
     with pytest.raises(MegatronError) as caught:
         job(words, for_prediction=True, device_name=device, capability=capability)
@@ -385,16 +390,16 @@ def test_a_format_that_the_chip_lacks_is_refused(words: str, device: str, capabi
     ("words", "device", "capability"),
     [
         ("--fp8-format hybrid", "H100-SXM", 9),
-        ("--fp8-format hybrid", "L40S", 8),
+        ("--fp8-format hybrid", "L40S", 8.9),
         ("--fp8-format hybrid", "NVIDIA GeForce RTX 4090", None),
         ("--fp8-format hybrid", "unknown", None),
-        ("--fp8-format hybrid", "mine, like Ada", 8),
+        ("--fp8-format hybrid", "mine, like Ada", 8.9),
         ("--fp8-format e4m3 --fp8-recipe blockwise", "H20-SXM", 9),
         ("--fp8-format e4m3 --fp8-recipe mxfp8", "GB200-NVL72", 10),
         (NVFP4, "B200", 10),
         ("--fp8-recipe mxfp8", "A100-80GB", 8),
     ],
 )
-def test_other_formats_are_read(words: str, device: str, capability: int) -> None:
+def test_other_formats_are_read(words: str, device: str, capability: float) -> None:
     """Formats that the chip computes are accepted, and any format on an unknown GPU."""
     assert job(words, for_prediction=True, device_name=device, capability=capability).model.num_layers

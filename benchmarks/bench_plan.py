@@ -54,7 +54,7 @@ PARTS = {
         "search.candidates:SearchInputs.with_better_placement",
         "search.candidates:SearchInputs.with_devices_exchanged",
     ),
-    "certificate": ("search.solve:SearchLoop._sharpened",),
+    "worst hosts": ("search.candidates:worst_hosts_bound_s",),
 }
 """Functions of each part, by the module that calls them. A nested call counts for its own part only."""
 

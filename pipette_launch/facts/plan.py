@@ -106,6 +106,9 @@ class Trials:
 class Choice:
     """One way to run the job, with predictions of time and memory."""
 
+    REMOVED: ClassVar[frozenset[str]] = frozenset({"bound_reason"})
+    """Fields of files of earlier releases, which reading skips."""
+
     layout: Layout
     placement: tuple[int, ...]
     """RANK of each slot, host by host in the order of `Plan.hosts`."""
@@ -128,8 +131,6 @@ class Choice:
     """Predicted peak of each pipeline rank with all overhead, as the driver reports it, without `memory_correction`."""
     features: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
     """Properties of layout and model, by which outcomes of several jobs are compared."""
-    bound_reason: str = field(default="", metadata=ADDED_LATER)
-    """Basis of `bound_s`, as a sentence without a full stop. Empty = the best link everywhere."""
     rate: Rate | None = field(default=None, metadata=ADDED_LATER)
     """Tokens and FLOPs per second of the predicted step. The rate is `None` in files of earlier releases."""
     memory: MemoryNeed | None = field(default=None, metadata=ADDED_LATER)

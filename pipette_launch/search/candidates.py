@@ -19,6 +19,7 @@ from pipette_launch.facts.layout import LayoutColumns, grouped
 from pipette_launch.facts.measurements import MemoryNeed
 from pipette_launch.search.placement import ROUNDS, begin, exchange_devices, improve
 from pipette_launch.search.slots import IsLate, Placed, Placement, PlacementProblem, host_order
+from pipette_launch.search.worst_hosts import worst_hosts_bound_s
 
 OVER_MEMORY = "predicted peak memory is over the limit"
 NOT_MEASURED = "no compute time was measured for its tp, cp and micro-batch"
@@ -52,8 +53,6 @@ class Candidate:
     host_order_s: float
     """Step time in seconds, with the ranks in torchrun's order."""
     placed: Placed
-    bound_reason: str = ""
-    """Reason for the bound; empty if the bound just assumes the best link everywhere."""
     rounds: int = 0
     """Number of rounds that tried to improve the placement."""
     is_stalled: bool = False
@@ -160,6 +159,10 @@ class SearchInputs:
             return NOT_MEASURED
         return None if max(self.predictor.peaks(self.job.own)) <= self.limit_bytes(self.job.own) else OVER_MEMORY
 
+    def bound_s(self, layout: Layout) -> float:
+        """Return a lower bound of the step time of a layout over all placements."""
+        return max(self.predictor.bound_s(layout), worst_hosts_bound_s(self.predictor.placement_cost(layout)))
+
     def price(
         self, one: Promising, *, is_late: IsLate, beat_s: float = float("inf"), carried: Placement | None = None
     ) -> Candidate | Promising:
@@ -169,7 +172,7 @@ class SearchInputs:
         another layout, which is priced instead of start placements.
         """
         layout = one.layout
-        bound_s = max(self.predictor.bound_s(layout), one.least_s if math.isfinite(one.least_s) else 0.0)
+        bound_s = max(self.bound_s(layout), one.least_s if math.isfinite(one.least_s) else 0.0)
         beaten = replace(one, least_s=bound_s)
         if bound_s >= beat_s:
             return beaten

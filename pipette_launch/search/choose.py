@@ -198,19 +198,18 @@ def _own_choice(inputs: SearchInputs, candidates: Sequence[Candidate]) -> tuple[
     if inputs.own_fault is not None or not inputs.predictor.can_price(own):
         basis = min(candidates, key=lambda one: (doublings_apart(one.layout, own), one.host_order_s)).layout
     priced = basis or own
-    known = {one.layout: (one.bound_s, one.bound_reason) for one in candidates}
-    bound = known.get(priced) or (inputs.predictor.bound_s(priced), "")
+    known = {one.layout: one.bound_s for one in candidates}
+    bound_s = known[priced] if priced in known else inputs.bound_s(priced)
     try:
         peaks = inputs.predictor.peaks(own)
     except LayoutError:
         # Megatron refuses the user's own layout. The plan gives the reason from `SearchInputs.own_fault`.
         peaks = inputs.predictor.peaks(priced)
-    return choice_of(inputs, own, placement, peaks=peaks, bound=bound, priced=basis), basis
+    return choice_of(inputs, own, placement, peaks=peaks, bound_s=bound_s, priced=basis), basis
 
 
 def _to_choice(inputs: SearchInputs, one: Candidate) -> Choice:
-    bound = (one.bound_s, one.bound_reason)
-    return choice_of(inputs, one.layout, one.placed.placement, peaks=one.peak_bytes, bound=bound)
+    return choice_of(inputs, one.layout, one.placed.placement, peaks=one.peak_bytes, bound_s=one.bound_s)
 
 
 def choice_of(
@@ -219,7 +218,7 @@ def choice_of(
     placement: Placement,
     *,
     peaks: tuple[int, ...],
-    bound: tuple[float, str],
+    bound_s: float,
     priced: Layout | None = None,
     schedule: ScheduleFile | None = None,
 ) -> Choice:
@@ -228,7 +227,6 @@ def choice_of(
     If `priced` is given, or the schedule is not Megatron's own, later jobs learn nothing from this choice.
     """
     step = inputs.predictor.step_time(priced or layout, placement, schedule.schedule() if schedule else None)
-    bound_s, bound_reason = bound
     choice = Choice(
         layout=layout,
         placement=placement,
@@ -240,7 +238,6 @@ def choice_of(
         memory_limit_bytes=inputs.limit_bytes(layout),
         memory=inputs.memory_need(layout, peaks),
         bound_s=bound_s,
-        bound_reason=bound_reason,
         rate=Rate.of(inputs.job, layout, step.total_s, inputs.cluster, dtype=compute_dtype(inputs.job)),
     )
     if priced is not None or schedule is not None:

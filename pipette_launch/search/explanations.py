@@ -27,7 +27,6 @@ from pipette_launch.megatron.performance import plannable_offload
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs, doublings_apart, limits_N
 from pipette_launch.search.choose import EQUAL, Chosen
 from pipette_launch.search.layouts import BaseLayouts, base_layouts
-from pipette_launch.search.placement_bound import BEST_LINKS
 from pipette_launch.search.slots import IsLate
 from pipette_launch.text import bytes_text, counted, plural, seconds_text
 
@@ -264,7 +263,7 @@ def _bound(chosen: Chosen) -> str:
     tried = "No placement can be faster than"
     if proven:
         tried = "All placements of this layout were tried, this is the fastest; a bound is"
-    return f"{tried} {seconds_text(choice.bound_s)}, a gap of {gap:.1%}: {choice.bound_reason or BEST_LINKS}."
+    return f"{tried} {seconds_text(choice.bound_s)}, a gap of {gap:.1%}."
 
 
 def _floor(inputs: SearchInputs, chosen: Chosen, floor_s: float) -> str:
@@ -272,7 +271,7 @@ def _floor(inputs: SearchInputs, chosen: Chosen, floor_s: float) -> str:
     plain = " without offloading" if plannable_offload(inputs.job) and inputs.measurements.host_bytes_per_s else ""
     gap = chosen.choice.step_time_s / floor_s - 1 if floor_s > 0 else float("inf")
     if gap <= _ROUNDING:
-        return f"No legal layout that fits{plain} is predicted to be faster in any placement: proven."
+        return f"No legal layout that fits{plain} is predicted to be faster in any placement."
     if gap == float("inf"):
         return "How much faster another layout could be is not known."
     least = seconds_text(floor_s)

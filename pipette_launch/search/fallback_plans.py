@@ -322,7 +322,7 @@ def placed_anew(inputs: SearchInputs, choice: Choice, *, seed: int, is_late: IsL
     layout = choice.layout
     if choice.order is not None or not inputs.predictor.can_price(layout):
         return choice
-    problem = inputs.placement_problem(layout, inputs.predictor.bound_s(layout))
+    problem = inputs.placement_problem(layout, inputs.bound_s(layout))
     if problem.slots.allows(choice.placement):
         placed = problem.best_of([choice.placement])
         placed = placed if placed.is_optimal else placed.or_faster(begin(problem, is_late=is_late)[0])
@@ -331,8 +331,8 @@ def placed_anew(inputs: SearchInputs, choice: Choice, *, seed: int, is_late: IsL
         placed, _ = begin(problem, is_late=is_late)
     if not (placed.is_optimal or is_late()):
         placed = improved_once(problem, placed, rng=random.Random(seed), is_late=is_late)
-    peaks, bound = inputs.predictor.peaks(layout), (problem.bound_s, "")
-    return choice_of(inputs, layout, placed.placement, peaks=peaks, bound=bound)
+    peaks = inputs.predictor.peaks(layout)
+    return choice_of(inputs, layout, placed.placement, peaks=peaks, bound_s=problem.bound_s)
 
 
 def _reason(error: PipetteError) -> str:

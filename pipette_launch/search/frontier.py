@@ -243,11 +243,8 @@ class Frontier:
         fits = self._fits_N(columns.take(hopeful))
         self.dropped[OVER_MEMORY] += int((~fits).sum())
         fitting = hopeful[fits]
-        sharper = self._bounds.sharpened(columns.take(fitting)) * self._inputs.predictor.step_factor
-        least_M[fitting] = np.fmax(least_M[fitting], sharper)
         for row in fitting[np.argsort(least_M[fitting], kind="stable")].tolist():
-            if least_M[row] < below_s:
-                self._admit(columns.layout(row), float(least_M[row]))
+            self._admit(columns.layout(row), float(least_M[row]))
 
     def _admit(self, layout: Layout, least_s: float) -> None:
         """Keep a layout unless it is the user's own (priced anyway) or a kept layout needs no more recompute."""

@@ -218,7 +218,8 @@ def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], i
                 layout,
                 candidate.placed.placement,
                 peaks=peaks,
-                bound=(0.0, "no bound is known for schedules that Megatron lacks"),
+                # No bound is known for schedules that Megatron lacks.
+                bound_s=0.0,
                 schedule=replace(
                     ScheduleFile.of(schedule, checks_first_step=checks),
                     times=_times(inputs, layout, candidate.placed.placement, schedule),
@@ -244,7 +245,7 @@ def _better_placed(inputs: SearchInputs, choice: Choice, rng: random.Random, is_
         layout,
         placed.placement,
         peaks=choice.peak_memory_bytes,
-        bound=(choice.bound_s, choice.bound_reason),
+        bound_s=choice.bound_s,
         schedule=replace(order, times=_times(inputs, layout, placed.placement, schedule)),
     )
     return min(choice, better, key=lambda one: one.step_time_s)

@@ -19,7 +19,6 @@ from pipette_launch.search.choose import DEGREES, LEANER, choose, ranking
 from pipette_launch.search.frontier import BEATEN, OUTDONE, UNPROMISING, Frontier
 from pipette_launch.search.layouts import BaseLayouts, base_layouts
 from pipette_launch.search.placement import ANNEALED_SLOTS, EXACT, are_few, exhaustion, num_placements
-from pipette_launch.search.placement_bound import placement_bound_s
 from pipette_launch.search.schedule_choice import LEANEST, best_scheduled, unsupported
 from pipette_launch.search.slots import IsLate, Placement, Slots
 
@@ -47,8 +46,6 @@ that promises a step no longer than the best step sets the sum to 0. All layouts
 because predictions for these degrees are the most certain."""
 OFFLOAD_GAIN = 0.02
 """Share of the best step that a layout with offloaded activations must save, because copies may slow other traffic."""
-RAISED = 40
-"""Number of layouts with the lowest bounds whose bounds are sharpened at the end, at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +110,6 @@ class SearchLoop:
         self._anneal()
         self._exhaust()
         self._price_runners_up()
-        self._prove()
         # Layouts that were ruled out have bounds above the best step.
         floors_s = [one.floor_s for one in self._pool.values()] + [one.least_s for one in self._aside.values()]
         return Searched(
@@ -193,7 +189,7 @@ class SearchLoop:
                     self._keep(found)
 
     def _hopes(self, width: int) -> list[Candidate]:
-        """Return the most promising layouts whose sharpened bounds allow a noticeable gain."""
+        """Return the most promising layouts whose bounds allow a noticeable gain."""
         best_s = self._best_s() * (1 - WORTH)
         found: list[Candidate] = []
         taken: Counter[tuple[int, ...]] = Counter()
@@ -202,19 +198,9 @@ class SearchLoop:
                 break
             degrees = DEGREES(one.layout)
             if one.can_improve and one.bound_s < best_s and taken[degrees] < ALIKE:
-                sharper = self._sharpened(one)
-                if sharper.can_improve and sharper.bound_s < best_s:
-                    taken[degrees] += 1
-                    found.append(sharper)
+                taken[degrees] += 1
+                found.append(one)
         return found
-
-    def _sharpened(self, one: Candidate) -> Candidate:
-        """Raise a layout's bound once, by the links that its ranks must use; this is faster than pricing placements."""
-        if not one.bound_reason:
-            bound_s, reason = placement_bound_s(self._inputs.predictor.placement_cost(one.layout))
-            one = replace(one, bound_s=max(bound_s, one.bound_s), bound_reason=reason)
-            self._pool[one.layout] = one
-        return one
 
     def _anneal(self) -> None:
         """Let single ranks of the fastest layouts change hosts if the bounds allow a gain."""
@@ -224,7 +210,7 @@ class SearchLoop:
             best_s = self._best_s()
             if self._is_late() or fast.placed.cost_s > best_s * (1 + ANNEALED_NEAR):
                 break
-            one = self._sharpened(fast)
+            one = fast
             if one.bound_s < best_s * (1 - ANNEALED_FOR):
                 better = self._inputs.with_devices_exchanged(one, seed=self._seed, is_late=self._is_late)
                 self._pool[one.layout] = better
@@ -254,26 +240,6 @@ class SearchLoop:
             self._beaten.pop(one.layout, None)
         most_bytes = LEANER * max(self._leader().peak_bytes)
         self._price([*near, *self._frontier.runners_up(RUNNERS_UP, most_bytes=most_bytes)])
-
-    def _prove(self) -> None:
-        """Sharpen the bound of the best layout, then the lowest bounds while the floor (least of all bounds) can rise.
-
-        Pricing a layout that was set aside raises its bound. The bounds of other layouts rise by the links that these
-        layouts must use.
-        """
-        if not self._is_late():
-            self._sharpened(self._leader())
-        for _ in range(RAISED):
-            lowest = min(self._pool.values(), key=lambda one: (one.floor_s, one.placed.cost_s))
-            aside = min(self._aside.values(), default=None)
-            if self._is_late():
-                return
-            if aside is not None and aside.least_s < lowest.floor_s:
-                self._keep(self._inputs.price(aside, beat_s=self._best_s(), is_late=self._is_late))
-            elif lowest.bound_reason or lowest.floor_s >= self._best_s():
-                return
-            else:
-                self._sharpened(lowest)
 
     def _leader(self) -> Candidate:
         return min(self._pool.values(), key=lambda one: one.placed.cost_s)

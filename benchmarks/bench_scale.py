@@ -136,6 +136,7 @@ def options(num_nodes: int, cache: Path) -> Options:
 def measure(order: WarmupOrder) -> None:
     """Write drawn measurements, as the first worker of a warm-up does."""
     size = len(order.hosts)
+    assert order.job is not None
     found = measured(order.job, size)
     survey = LinkSurvey(
         spread_HH=np.where(np.eye(size, dtype=bool), 0.0, np.random.default_rng(1).random((size, size)) * 0.05),

@@ -21,6 +21,7 @@ from pipette_launch.search.layouts import base_layouts
 def main(path: str) -> None:
     """Write what the workers of a warm-up would have measured."""
     order = files.read(Path(path), WarmupOrder)
+    assert order.job is not None
     size = len(order.hosts)
     found = base_layouts(order.job, world_size=size, domains=Domains(devices_per_host=1), device_kind="cpu")
     layouts = [found.columns.layout(index) for index in range(len(found))]

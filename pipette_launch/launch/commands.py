@@ -16,7 +16,7 @@ from pipette_launch.facts import ComputeCase, Host, Job, files, schedule
 from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.messages import Decision
 from pipette_launch.launch.options import Options
-from pipette_launch.probe.messages import TINY_BYTES, LinksOrder, WarmupOrder
+from pipette_launch.probe.messages import TINY_BYTES, WarmupOrder
 
 SIZE_LIMITS_BYTES = {"cpu": (64 << 10, 2 << 20), "cuda": (1 << 20, 64 << 20)}
 """(smallest, largest) size in bytes of a measured message. Latency dominates smaller messages, and larger messages are
@@ -83,10 +83,10 @@ def probe_options(
     )
 
 
-def links_options(hosts: tuple[Host, ...], *, options: Options) -> LinksOrder:
+def links_options(hosts: tuple[Host, ...], *, options: Options) -> WarmupOrder:
     """Return the options of a warm-up that measures only links."""
     least, most = SIZE_LIMITS_BYTES[hosts[0].devices[0].kind]
-    return LinksOrder(
+    return WarmupOrder(
         hosts=hosts,
         message_sizes_bytes=(TINY_BYTES, least, math.isqrt(least * most), most),
         budget_s=min(options.budget_s, defaults.LINKS_BUDGET_S),
@@ -121,9 +121,9 @@ def message_sizes_bytes(job: Job, cases: Sequence[ComputeCase], kind: Literal["c
     return tuple(sorted({TINY_BYTES, low, middle, high}))
 
 
-def probe(program: str, *words: object) -> WorkerCommand:
-    """Return the command that runs a program of `pipette_launch.probe` on every slot."""
-    arguments = ("-u", "-m", f"pipette_launch.probe.{program}", *map(str, words))
+def warmup(order: Path) -> WorkerCommand:
+    """Return the command that runs a warm-up worker on every slot; `order` is the file of the agent's order."""
+    arguments = ("-u", "-m", "pipette_launch.probe.run", str(order))
     return WorkerCommand(entrypoint=_python(), arguments=arguments, environment={})
 
 

@@ -37,7 +37,7 @@ from pipette_launch.launch.options import Options, Script
 from pipette_launch.launch.trials import TrialCoordinator
 from pipette_launch.planning import replan
 from pipette_launch.probe.health.verdicts import faults_first, judge
-from pipette_launch.probe.messages import LinksOrder, WarmupOrder
+from pipette_launch.probe.messages import WarmupOrder
 from pipette_launch.text import joined
 
 logger = logging.getLogger(__name__)
@@ -302,27 +302,23 @@ class Coordinator:
         """Make a plan from the measurements. `failure` is the reason why the warm-up failed, or empty."""
         bare = replace(decision, phase="train", probe_options="", only_links=False, reason="")
 
-        def weigh_links() -> Decision:
-            links = files.loads(LinksOrder, decision.probe_options, "the order of the warm-up")
-            if failure:
-                raise ProbeError(failure)
-            found = files.read(self.measured_at(), Measurements)
-            return self._in_order(bare, self.planner.machine_measurements(links.hosts).kept(found, self.planner.later))
-
         def weigh() -> Decision:
             order = files.loads(WarmupOrder, decision.probe_options, "the order of the warm-up")
             self.planner.job = order.job
             if failure:
                 raise ProbeError(failure)
-            found = self._with_conditions(files.read(self.measured_at(), Measurements))
-            measurements = self.planner.machine_measurements(order.hosts).kept(found, self.planner.later)
+            found = files.read(self.measured_at(), Measurements)
+            earlier = self.planner.machine_measurements(order.hosts)
+            if order.job is None:
+                return self._in_order(bare, earlier.kept(found, self.planner.later))
+            measurements = earlier.kept(self._with_conditions(found), self.planner.later)
             if self._options.probe_to is not None:
                 self.planner.measurements = measurements
                 files.write(self._options.probe_to, measurements, shared=True)
                 return replace(bare, phase="stop")
             return self._plan(bare, order.hosts, order.job, measurements)
 
-        return self._guarded(bare, weigh_links if decision.only_links else weigh)
+        return self._guarded(bare, weigh)
 
     def _with_conditions(self, found: Measurements) -> Measurements:
         """Add the drivers' reports and their verdicts. The workers of a warm-up do not need these long reports."""

@@ -32,7 +32,7 @@ from pipette_launch.launch.terminal import HEAD, Terminal, parts_words
 from pipette_launch.launch.training import OutcomeTracker, Recovery, Slowdown, device_peaks, has_trained
 from pipette_launch.launch.trials import trial_progress
 from pipette_launch.probe.health import inventory
-from pipette_launch.probe.messages import LinksOrder, Sign, WarmupOrder, last_error, last_sign, wait_s
+from pipette_launch.probe.messages import Sign, WarmupOrder, last_error, last_sign, wait_s
 from pipette_launch.report.plan import outcome_line
 
 logger = logging.getLogger(__name__)
@@ -267,10 +267,9 @@ class NodeController:
         shutil.rmtree(self.progress_folder, ignore_errors=True)
         self.progress_folder.mkdir()
         path = self._folder.path / "probe-options.json"
-        kind = LinksOrder if decision.only_links else WarmupOrder
-        order = files.loads(kind, decision.probe_options, "the order of the warm-up")
+        order = files.loads(WarmupOrder, decision.probe_options, "the order of the warm-up")
         files.write(path, replace(order, progress_dir=str(self.progress_folder), output=str(self.measured_path)))
-        return commands.probe("run", path, kind.KIND)
+        return commands.warmup(path)
 
     # -- output of the workers -------------------------------------------------------------------------------------
 

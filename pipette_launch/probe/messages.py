@@ -41,15 +41,20 @@ def wait_s(num_ranks: int, left_s: float = 0.0, *, least_s: float = WORKER_WAIT_
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LinksOrder(HostsOfJob):
-    """The agent's order for workers that time links; ranks are slots (devices), numbered host by host."""
+class WarmupOrder(HostsOfJob):
+    """The agent's order for its warm-up workers; ranks are slots (devices), numbered host by host."""
 
-    KIND: ClassVar[str] = "links-options"
+    KIND: ClassVar[str] = "probe-options"
 
     hosts: tuple[Host, ...]
     """Hosts in the order of torchrun's ranks, with the same number of devices each."""
     message_sizes_bytes: tuple[int, ...]
     """Sizes of timed messages and collectives; at least three, ascending."""
+    job: Job | None = None
+    """Job whose layers, collectives and stages are timed. With None, only links are timed."""
+    cases: tuple[ComputeCase, ...] = ()
+    """Compute cases of the job, most promising first. The first case is the reference case, which every slot measures.
+    """
     output: str = ""
     """File in which rank 0 writes the Measurements. The decision leaves it empty, and each node names its own."""
     progress_dir: str = ""
@@ -69,11 +74,25 @@ class LinksOrder(HostsOfJob):
     """Number of timed messages or collectives of each size."""
     warmups: int = 1
     """Number of untimed messages or collectives of each size, sent first."""
+    known: str = ""
+    """File of an earlier warm-up of these hosts, readable by rank 0; empty = none. Only the links that plans use are
+    measured again; all other links come from this file."""
+    adviser: tuple[str, ...] = ()
+    """Command of the adviser, which reads a MeasuringQuestion and writes an Advice, without the two file names; empty =
+    no adviser. The caller names the command, because this package imports no planner."""
+    script: tuple[str, ...] = ()
+    """The job's script as Python's arguments: a file, or `-m` and a module. If the script is empty, the measured models
+    are built from the job's flags."""
+    script_arguments: tuple[str, ...] = ()
+    python_path: tuple[str, ...] = ()
+    """Folders that the script's interpreter searches first, such as one with a megatron checkout."""
 
     def __post_init__(self) -> None:
         if not self.hosts or len({len(host.devices) for host in self.hosts}) != 1:
             counts = ", ".join(f"{host.name}: {len(host.devices)}" for host in self.hosts)
             raise FactError(f"the warm-up needs hosts with equally many devices, got {counts or 'no hosts'}")
+        if self.job is not None and not self.cases:
+            raise FactError("a warm-up that times layers needs at least one compute case, its reference")
 
     def wait_s(self, left_s: float = 0.0) -> float:
         """Return the longest wait for another worker whose phase may still take `left_s` seconds."""
@@ -93,34 +112,6 @@ class LinksOrder(HostsOfJob):
         host, local = divmod(slot, self.devices_per_host)
         return self.hosts[host].devices[local]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WarmupOrder(LinksOrder):
-    """The agent's order for its warm-up workers, which also time layers, collectives and stages."""
-
-    KIND: ClassVar[str] = "probe-options"
-
-    job: Job
-    cases: tuple[ComputeCase, ...]
-    """Compute cases, most promising first. The first case is the reference case, which every slot measures."""
-    known: str = ""
-    """File of an earlier warm-up of these hosts, readable by rank 0; empty = none. Only the links that plans use are
-    measured again; all other links come from this file."""
-    adviser: tuple[str, ...] = ()
-    """Command of the adviser, which reads a MeasuringQuestion and writes an Advice, without the two file names; empty =
-    no adviser. The caller names the command, because this package imports no planner."""
-    script: tuple[str, ...] = ()
-    """The job's script as Python's arguments: a file, or `-m` and a module. If the script is empty, the measured models
-    are built from the job's flags."""
-    script_arguments: tuple[str, ...] = ()
-    python_path: tuple[str, ...] = ()
-    """Folders that the script's interpreter searches first, such as one with a megatron checkout."""
-
-    def __post_init__(self) -> None:
-        LinksOrder.__post_init__(self)
-        if not self.cases:
-            raise FactError("the warm-up needs at least one compute case, its reference")
-
     def dimensions(self) -> tuple[Dimension, ...]:
         """Return the groups of slots whose collectives are timed without an adviser.
 
@@ -132,10 +123,11 @@ class WarmupOrder(LinksOrder):
         across = {(size, devices) for size in range(2, num_hosts + 1) if num_hosts % size == 0}
         world = {(self.num_slots, 1)} if self.num_slots > 1 else set()
         kinds: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+        has_experts = self.job is not None and self.job.model.num_experts
         return tuple(
             Dimension(
                 name=f"{size} x stride {stride}",
-                kinds=(*kinds, "all_to_all") if self.job.model.num_experts else kinds,
+                kinds=(*kinds, "all_to_all") if has_experts else kinds,
                 groups=tuple(
                     tuple(range(first, first + size * stride, stride))
                     for block in range(0, self.num_slots, size * stride)

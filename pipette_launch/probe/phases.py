@@ -70,11 +70,12 @@ MAX_NAMED = 5  # Most slots that a note names; further slots are only counted
 class Phases:
     """Runs the phases of one warm-up worker, and keeps its measurements (on rank 0, of all workers)."""
 
-    layers: LayerBench
-    """Bench of this slot, after its untimed first run."""
+    options: WarmupOrder
+    layers: LayerBench | None
+    """Bench of this slot, after its untimed first run. With None, only links are measured."""
     lockstep: Lockstep
     budget: Budget
-    workspace_bytes: int
+    workspace_bytes: int = 0
     """Bytes that libraries keep as workspaces in torch's allocator after the untimed first run."""
     _mine: WorkerResult = field(init=False)
     """Measurements since this worker last sent results to rank 0; fields with a single value are kept after sending."""
@@ -87,29 +88,31 @@ class Phases:
 
     def __post_init__(self) -> None:
         self.rank, self.progress = self.lockstep.rank, self.lockstep.progress
-        self.options, self.meter, self.script = self.layers.options, self.layers.meter, self.layers.script
         self._mine = WorkerResult(slot=self.rank)
 
     def alone(self) -> None:
         """Measure layers and their memory, without peers, under a fake communicator."""
+        layers = self.layers
+        if layers is None:
+            return
         with self.progress.during("compute"):
-            self.layers.measure(self.lockstep, self.budget)
-            self._count()
+            layers.measure(self.lockstep, self.budget)
+            self._count(layers)
         # Read the memory overhead before any communicator exists.
-        alone_bytes = self.meter.overhead_bytes()
-        self._mine = self.layers.found.plus(
-            timed_flags=self.script.timed_flags(self.options.job) if self.script else (),
+        alone_bytes = layers.meter.overhead_bytes()
+        self._mine = layers.found.plus(
+            timed_flags=layers.script.timed_flags(layers.job) if layers.script else (),
             overhead=DeviceOverhead(
                 alone_bytes=alone_bytes,
                 together_bytes=alone_bytes,
                 num_communicators=0,
-                workspace_bytes=self.workspace_bytes or self.meter.workspace_bytes(),
+                workspace_bytes=self.workspace_bytes or layers.meter.workspace_bytes(),
             ),
         )
 
-    def _count(self) -> None:
+    def _count(self, layers: LayerBench) -> None:
         """Report how many of the wanted cases all slots together have timed."""
-        cases, found = self.options.cases, self.layers.found
+        cases, found = self.options.cases, layers.found
         mine = (cases.index(one.case) for one in found.compute), map(cases.index, found.refused)
         texts = self.lockstep.gather("/".join(" ".join(map(str, numbers)) for numbers in mine), self.budget.left_s())
         if texts is not None:
@@ -120,6 +123,8 @@ class Phases:
     def together(self) -> None:
         """Measure links and collectives, while the communicator of all ranks is open."""
         advice = self._links_and_advice()
+        if self.layers is None:
+            return
         self._stages = advice.stages
         num_groups = self._collectives(advice.dimensions or self.options.dimensions())
         # With the new measurements other plans may be best, and the groups of those plans have not been timed yet.
@@ -134,7 +139,7 @@ class Phases:
         self._mine = self._mine.plus(
             overhead=replace(
                 self._mine.overhead,
-                together_bytes=self.meter.overhead_bytes(),
+                together_bytes=self.layers.meter.overhead_bytes(),
                 # Count one communicator of all ranks, and one of each group.
                 num_communicators=1 + num_groups if self.options.num_slots > 1 else 0,
             )
@@ -157,11 +162,16 @@ class Phases:
 
     def alone_again(self) -> None:
         """Run whole stages under a fake communicator, after the communicator of all ranks was closed."""
+        if self.layers is None:
+            return
         assert self._mine.overhead is not None
-        kept_bytes = self._mine.overhead.workspace_bytes
         with self.progress.during("stages"):
             bench = StageBench(
-                options=self.options, slot=self.rank, meter=self.meter, script=self.script, workspace_bytes=kept_bytes
+                options=self.options,
+                slot=self.rank,
+                meter=self.layers.meter,
+                script=self.layers.script,
+                workspace_bytes=self._mine.overhead.workspace_bytes,
             )
             bench.measure(self._stages, self.lockstep, self.budget)
         self._mine = joined(self._mine, bench.found)
@@ -184,17 +194,37 @@ class Phases:
             if not self.lockstep.agree(lambda: found is not None and found.is_stale(are_few=are_few)):
                 return self._shared(advice)
             self._earlier = None
-        sample = pairs.sample(self.options) if self._has_adviser else None
+        sample = pairs.sample(self.options)
         with self.progress.during("links"):
             linked = pairs.measure(self.options, lockstep=self.lockstep, budget=self._for_links(), between=sample)
             self.progress.sum_up(_links_words(linked, len(hosts)))
-        self._mine = joined(self._mine, linked)
+            self._mine = joined(self._mine, linked)
+            if sample is not None and not self._has_adviser:
+                self._scout()
         if not self._has_adviser:
             return Advice()
         with self.progress.during("search"):
             if sample is not None:
                 return self._shared(self._pass(is_cached=False)[0])
             return self._advice()
+
+    def _scout(self) -> None:
+        """Measure more pairs of hosts, which show the hosts that are near each other."""
+        self._send()
+        budget = self._for_links()
+        explored, _ = pairs.explore(
+            self.options,
+            self._between_hosts,
+            lockstep=self.lockstep,
+            budget=budget,
+            allows=lambda: budget.allows(pairs.LINKS_SHARE),
+            patience_s=budget.left_s(),
+        )
+        self._mine = joined(self._mine, explored)
+
+    def _between_hosts(self) -> Lines:
+        """Return the links between hosts that all workers have measured; on rank 0 only."""
+        return pairs.lines_of([link for result in self._gathered for link in result.links], self.options)
 
     @property
     def _has_adviser(self) -> bool:
@@ -216,7 +246,7 @@ class Phases:
         def known() -> Lines:
             if is_cached and self._earlier:
                 return self._earlier.between
-            return pairs.lines_of([link for result in self._gathered for link in result.links], self.options)
+            return self._between_hosts()
 
         def advise(between: Links) -> Sequence[Pair]:
             assert base is not None
@@ -243,9 +273,10 @@ class Phases:
 
     def _ask(self, measurements: Measurements) -> Advice:
         least_s, most_s = ADVICE_S
+        assert self.layers is not None
         return ask(
             self.options.adviser,
-            self.options.job,
+            self.layers.job,
             measurements,
             folder=Path(self.options.output).parent,
             budget_s=min(max(self.budget.left_s(ADVICE_SHARE), least_s), most_s),
@@ -271,13 +302,14 @@ class Phases:
             self._gathered = list(map(joined, self._gathered, new)) if self._gathered else new
 
     def _measurements(self) -> Measurements:
+        # The measured megatron-core may be a folder beside the script, not an installed package.
+        measured = {"megatron-core": megatron_core_version()} if self.layers else {}
         return assemble(
             self.options,
             self._gathered,
             dimensions=self._dimensions,
             earlier=self._earlier,
-            # The measured megatron-core may be a folder beside the script, not an installed package.
-            versions={**inventory.versions(), "megatron-core": megatron_core_version()},
+            versions={**inventory.versions(), **measured},
             taken_at=dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
         )
 
@@ -391,41 +423,60 @@ def assemble(
     links. `taken_at` is UTC, ISO 8601.
     """
     links = found_links(options, results, earlier)
-    notes = tuple(dict.fromkeys(note for result in results for note in result.notes))
+    phase_s = {phase: max(result.phase_s.get(phase, 0.0) for result in results) for phase in PHASES}
+    found = Measurements(
+        cluster=Cluster(
+            hosts=options.hosts,
+            between_hosts=links.between,
+            within_host=links.within,
+            slot_speed=(1.0,) * options.num_slots,
+        ),
+        compute=(),
+        collectives=links.sends + group_times(dimensions, results),
+        memory=(),
+        overhead_bytes=0,
+        versions=versions,
+        taken_at=taken_at,
+        phase_s=phase_s if options.job else {phase: phase_s[phase] for phase in ("start", "links")},
+        notes=(*dict.fromkeys(note for result in results for note in result.notes), *links.notes),
+        survey=links.survey,
+    )
+    return _with_layers(found, options, options.job, results, links) if options.job else found
+
+
+def _with_layers(
+    found: Measurements, options: WarmupOrder, job: Job, results: Sequence[WorkerResult], links: FoundLinks
+) -> Measurements:
+    """Add the measurements of layers, memory and stages, and the verdicts, to the measurements of links."""
     if not any(result.compute for result in results):
+        notes = dict.fromkeys(note for result in results for note in result.notes)
         raise ProbeError(f"no slot could measure a layer: {'; '.join(notes) or 'no reason was given'}")
-    found = speeds(options, [result.paces for result in results])
-    of_slots = [*zip(results, factors(options, results, found), strict=True)]
+    speed = speeds(options, [result.paces for result in results])
+    of_slots = [*zip(results, factors(options, results, speed), strict=True)]
     compute = tuple(time.times(factor) for result, factor in of_slots for time in result.compute)
     measured = {time.case for time in compute}
     missing = [case for case in options.cases if case not in measured]
     refused = tuple(sorted({case for result in results for case in result.refused}))
     overheads = (result.overhead for result in results if result.overhead)
     overhead = max(overheads, key=lambda one: one.total_bytes, default=None)
-    wall = on_the_wall(results, found)
-    return Measurements(
-        cluster=Cluster(
-            hosts=options.hosts, between_hosts=links.between, within_host=links.within, slot_speed=found.speed_S
-        ),
+    wall = on_the_wall(results, speed)
+    return replace(
+        found,
+        cluster=replace(found.cluster, slot_speed=speed.speed_S),
         compute=compute,
-        collectives=links.sends + group_times(dimensions, results),
         memory=tuple(reading for result in results for reading in result.memory),
         optimizer_s_per_parameter=_median([one.optimizer_s_per_parameter for one in results], wall),
         gradient_s_per_byte=_median([one.gradient_s_per_byte for one in results], wall) or 0.0,
         loading=_median_loading([result.loading for result in results if result.loading]),
         refused=refused,
         unmeasured=tuple(case for case in missing if case not in refused),
-        model_digest=layers_digest(options.job.model),
+        model_digest=layers_digest(job.model),
         timed_flags=results[0].timed_flags,
         overhead_bytes=overhead.total_bytes if overhead else 0,
         overhead=overhead if options.device_kind == "cuda" else None,
         stages=tuple(reading.times(factor) for result, factor in of_slots for reading in result.stages),
-        versions=versions,
-        taken_at=taken_at,
-        phase_s={phase: max(result.phase_s.get(phase, 0.0) for result in results) for phase in PHASES},
-        notes=(*notes, *links.notes, *_compute_notes(options, compute, missing), *_load_notes(results), *found.notes),
-        survey=links.survey,
-        verdicts=_verdicts(options, links, found),
+        notes=(*found.notes, *_compute_notes(options, compute, missing), *_load_notes(results), *speed.notes),
+        verdicts=_verdicts(options, links, speed),
     )
 
 

@@ -1,12 +1,11 @@
-"""One warm-up worker: `python -m pipette_launch.probe.run ORDER.json [links-options]`, in torchrun's environment.
+"""One warm-up worker: `python -m pipette_launch.probe.run ORDER.json`, in torchrun's environment.
 
 All workers run the phases in `phases.py` together. Rank 0 decides when a phase ends, gathers results through the
-agent's store, and writes the Measurements. With `links-options`, workers time only links, and import no Megatron.
+agent's store, and writes the Measurements. If the order has no job, workers time only links, and import no Megatron.
 """
 
 from __future__ import annotations
 
-import datetime as dt
 import logging
 import os
 import sys
@@ -16,15 +15,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.facts import Cluster, Measurements, files
-from pipette_launch.probe.health import inventory
+from pipette_launch.facts import files
 from pipette_launch.probe.health.nvml import is_same_device
 from pipette_launch.probe.lockstep import Budget, Lockstep, WorkerPlace, end_with_parent, worker_place
-from pipette_launch.probe.messages import START, LinksOrder, Progress, WarmupOrder, WorkerResult, joined
+from pipette_launch.probe.messages import START, Progress, WarmupOrder
 from pipette_launch.text import printable
+
+if TYPE_CHECKING:
+    from pipette_launch.probe.compute.benches import LayerBench
 
 logger = logging.getLogger(__name__)
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
@@ -35,9 +36,9 @@ def main(arguments: Sequence[str]) -> int:
     started_s = time.perf_counter()
     progress: Progress | None = None
     try:
-        path, *given = arguments
+        (path,) = arguments
         place = worker_place(os.environ)
-        options: LinksOrder = files.read(Path(path), LinksOrder if given == [LinksOrder.KIND] else WarmupOrder)
+        options = files.read(Path(path), WarmupOrder)
         # Compute the local rank from RANK, because --virtual-local-rank sets LOCAL_RANK to 0 on every worker.
         local = place.rank % options.devices_per_host
         progress = Progress(
@@ -59,43 +60,29 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _work(options: LinksOrder, place: WorkerPlace, progress: Progress, started_s: float) -> None:
+def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_s: float) -> None:
     if place.world_size != options.num_slots or not 0 <= place.rank < place.world_size:
         raise ProbeError(
             f"RANK={place.rank} WORLD_SIZE={place.world_size} do not fit "
             f"{len(options.hosts)} hosts of {options.devices_per_host} devices"
         )
-    if not isinstance(options, WarmupOrder):
-        _time_links(options, place, progress, started_s)
-        return
     sys.path[:0] = options.python_path
     # torch is imported after the checks, so that a bad order fails at once.
     import torch.distributed as dist
 
-    from pipette_launch.probe.compute.benches import LayerBench
-    from pipette_launch.probe.compute.own_script import OwnScript
-    from pipette_launch.probe.instruments import meter as meter_of
     from pipette_launch.probe.phases import Phases
-    from pipette_patches import workload
 
-    # Create the meter before this process uses the device, because the meter subtracts the memory of other processes.
-    meter = meter_of(options.device_kind, options.device(place.rank).uuid)
+    layers, workspace_bytes = (None, 0) if options.job is None else _first_lap(options, place.rank, progress)
     if options.device_kind == "cuda":
         use_device(progress.local_rank, options.device(place.rank).uuid)
-    # The budget begins after imports, compilation, the untimed first run and the rendezvous, because their time does
-    # not depend on the agent's order.
-    progress.step(0, 0, "imports")
-    workload.load(options.device_kind)
-    progress.step(0, 0, "first lap")
-    bench = LayerBench(options=options, slot=place.rank, meter=meter, script=OwnScript.of(options))
-    workspace_bytes = bench.first_lap()
     lockstep = _met(options, place, progress, started_s)
-    if not lockstep.agree(lambda: bench.script is not None):
-        bench.script = None
+    if layers is not None and not lockstep.agree(lambda: layers.script is not None):
+        layers.script = None
     now_s = time.perf_counter()
     progress.phase_s[START] = now_s - started_s
     phases = Phases(
-        layers=bench,
+        options=options,
+        layers=layers,
         lockstep=lockstep,
         budget=Budget(started_s=now_s, budget_s=options.budget_s, clock=time.perf_counter),
         workspace_bytes=workspace_bytes,
@@ -115,63 +102,30 @@ def _work(options: LinksOrder, place: WorkerPlace, progress: Progress, started_s
     progress.announce("done")
 
 
-def _time_links(options: LinksOrder, place: WorkerPlace, progress: Progress, started_s: float) -> None:
-    """Time only links, for a job whose layers cannot be measured."""
-    import torch.distributed as dist
+def _first_lap(options: WarmupOrder, slot: int, progress: Progress) -> tuple[LayerBench, int]:
+    """Import Megatron and run the reference case once; returns the slot's bench and the bytes of workspaces.
 
-    from pipette_launch.probe.links import fits, pairs
+    The budget begins after this step and the rendezvous, because the time of imports and compilation does not depend on
+    the agent's order.
+    """
+    from pipette_launch.probe.compute.benches import LayerBench
+    from pipette_launch.probe.compute.own_script import OwnScript
+    from pipette_launch.probe.instruments import meter as meter_of
+    from pipette_patches import workload
 
+    device = options.device(slot)
+    # Create the meter before this process uses the device, because the meter subtracts the memory of other processes.
+    meter = meter_of(options.device_kind, device.uuid)
     if options.device_kind == "cuda":
-        use_device(progress.local_rank, options.device(place.rank).uuid)
-    lockstep = _met(options, place, progress, started_s)
-    now_s = time.perf_counter()
-    progress.phase_s[START] = now_s - started_s
-    budget = Budget(started_s=now_s, budget_s=options.budget_s, clock=time.perf_counter)
-    _open_group(options, lockstep)
-    with progress.during("links"):
-        sample = pairs.sample(options)
-        mine = pairs.measure(options, lockstep=lockstep, budget=budget, between=sample)
-        if sample is not None:
-            results = _gathered(mine, lockstep, budget)
-            room = budget.with_room(pairs.LINKS_SHARE, pairs.LINKS_LEAST)
-            explored, _ = pairs.explore(
-                options,
-                lambda: pairs.lines_of([link for result in results for link in result.links], options),
-                lockstep=lockstep,
-                budget=room,
-                allows=lambda: room.allows(pairs.LINKS_SHARE),
-                patience_s=room.left_s(),
-            )
-            mine = joined(mine, explored)
-    results = _gathered(mine, lockstep, budget)
-    dist.destroy_process_group()
-    if results:
-        links, speed = fits.found_links(options, results), (1.0,) * options.num_slots
-        found = Measurements(
-            cluster=Cluster(
-                hosts=options.hosts, between_hosts=links.between, within_host=links.within, slot_speed=speed
-            ),
-            compute=(),
-            collectives=links.sends,
-            memory=(),
-            overhead_bytes=0,
-            versions=inventory.versions(),
-            taken_at=dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
-            phase_s=progress.phase_s,
-            notes=(*dict.fromkeys(note for result in results for note in result.notes), *links.notes),
-            survey=links.survey,
-        )
-        files.write(Path(options.output), found)
-    progress.announce("done")
+        use_device(progress.local_rank, device.uuid)
+    progress.step(0, 0, "imports")
+    workload.load(options.device_kind)
+    progress.step(0, 0, "first lap")
+    bench = LayerBench(options=options, slot=slot, meter=meter, script=OwnScript.of(options))
+    return bench, bench.first_lap()
 
 
-def _gathered(mine: WorkerResult, lockstep: Lockstep, budget: Budget) -> list[WorkerResult]:
-    """Return the results of all ranks on rank 0, and an empty list on other ranks."""
-    texts = lockstep.gather(files.dumps(mine), budget.left_s()) or []
-    return [files.loads(WorkerResult, text, f"result of rank {rank}") for rank, text in enumerate(texts)]
-
-
-def _open_group(options: LinksOrder, lockstep: Lockstep) -> None:
+def _open_group(options: WarmupOrder, lockstep: Lockstep) -> None:
     """Open the communicator of all ranks."""
     import torch.distributed as dist
 
@@ -183,7 +137,7 @@ def _open_group(options: LinksOrder, lockstep: Lockstep) -> None:
     dist.init_process_group(backend, store=world, rank=lockstep.rank, world_size=lockstep.world_size, timeout=timeout)
 
 
-def _met(options: LinksOrder, place: WorkerPlace, progress: Progress, started_s: float) -> Lockstep:
+def _met(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_s: float) -> Lockstep:
     """Wait until all workers have started, so that the deadlines of phases need not cover late imports."""
     from torch.distributed import PrefixStore
 

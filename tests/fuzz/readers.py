@@ -58,7 +58,7 @@ from pipette_launch.megatron.logs import (
 from pipette_launch.megatron.tokenizers import read_vocabulary
 from pipette_launch.planning.machines import machines_of
 from pipette_launch.probe.health.inventory import switches
-from pipette_launch.probe.messages import LinksOrder, PhaseEnd, Sign, WarmupOrder, WorkerResult
+from pipette_launch.probe.messages import PhaseEnd, Sign, WarmupOrder, WorkerResult
 from pipette_launch.report.live import live_line, live_screen
 from pipette_launch.report.measured import measured_screen
 from pipette_launch.report.plan import plan_file_screen
@@ -164,10 +164,6 @@ DOCUMENTS: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "arrival": (Arrival(meeting=1, record=records(1)[0], held=None), str),
     "trial-report": (TrialReport(step_s=(1.0,), failure=TOLD, took_s=2.0), str),
     "sign": (Sign(phase="links", at_s=1.0, limit_s=2.0, ended=(PhaseEnd(phase="a", seconds=1.0, words=""),)), str),
-    "links-options": (
-        LinksOrder(hosts=CLUSTER.hosts, output="out", progress_dir="signs", message_sizes_bytes=(8, 64, 512)),
-        str,
-    ),
     "probe-options": (
         WarmupOrder(
             job=tiny_job(),

@@ -15,7 +15,7 @@ from pipette_launch.facts import Links, files
 from pipette_launch.facts.messages import Decision
 from pipette_launch.launch.cache import CLUSTER
 from pipette_launch.launch.coordinator import Coordinator
-from pipette_launch.probe.messages import LinksOrder, WarmupOrder
+from pipette_launch.probe.messages import WarmupOrder
 
 FAST_GB = ((0, 1, 4, 4), (1, 0, 4, 4), (4, 4, 0, 1), (4, 4, 1, 0))
 FOREIGN = ("--lr", "0.1")
@@ -29,7 +29,7 @@ def beginning(folder: Path, *words: str, **changes: Any) -> Coordinator:
 
 def ordered(one: Coordinator, warmup: Decision) -> Decision:
     """Return the decision after a warm-up in which two links were slow."""
-    order = files.loads(LinksOrder, warmup.probe_options, "order")
+    order = files.loads(WarmupOrder, warmup.probe_options, "order")
     between = Links(latency_s=np.zeros((4, 4)), bandwidth_bytes_per_s=np.array(FAST_GB) * 2e9)
     cluster = replace(tiny_cluster(4), hosts=order.hosts, between_hosts=between)
     files.write(one.measured_at(), replace(tiny_measurements(cluster), compute=()))

@@ -25,7 +25,7 @@ from pipette_launch.launch.hosts import described
 from pipette_launch.launch.metrics import MetricsFile
 from pipette_launch.launch.node_controller import FileWriter, NodeController, PrivateFolder
 from pipette_launch.probe.health import inventory
-from pipette_launch.probe.messages import LinksOrder
+from pipette_launch.probe.messages import WarmupOrder
 from pipette_launch.report.page.page import plan_page
 
 LINE = (
@@ -322,7 +322,7 @@ def test_a_warm_up_names_a_folder_that_nobody_could_foresee(tmp_path: Path, monk
     again = Path(told.command(measures).arguments[3])
 
     (made,) = tmp_path.glob("pipette_*")
-    named = files.read(path, LinksOrder)
+    named = files.read(path, WarmupOrder)
     assert 0o700 == made.stat().st_mode & 0o777
     assert (path, made, str(made / "progress")) == (again, path.parent, named.progress_dir)
     assert told.measured_path == Path(named.output) == made / "cluster.json"

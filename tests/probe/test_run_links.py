@@ -14,14 +14,14 @@ from facts_for_tests import tiny_cluster
 from probe.workers import environment
 
 from pipette_launch.facts import Measurements, files
-from pipette_launch.probe.messages import LinksOrder, last_sign
+from pipette_launch.probe.messages import WarmupOrder, last_sign
 
 pytestmark = pytest.mark.processes
 
 
 def timed(folder: Path, hosts: int, **options: int) -> Measurements:
-    """Run links-only workers that can import neither megatron-core nor our patches; above 3 hosts they sample."""
-    order = LinksOrder(
+    """Run links-only workers that cannot import megatron-core; above 3 hosts they sample."""
+    order = WarmupOrder(
         hosts=tiny_cluster(hosts, 1).hosts,
         output=str(folder / "cluster.json"),
         progress_dir=str(folder / "progress"),
@@ -34,11 +34,11 @@ def timed(folder: Path, hosts: int, **options: int) -> Measurements:
     files.write(folder / "order.json", order)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
     program = (
-        "import runpy, sys; sys.modules['megatron'] = sys.modules['pipette_patches'] = None; "
+        "import runpy, sys; sys.modules['megatron'] = None; "
         "from pipette_launch.probe.links import selection; selection.FULL_HOSTS = 3; "
         "runpy.run_module('pipette_launch.probe.run', run_name='__main__')"
     )
-    command = [sys.executable, "-c", program, str(folder / "order.json"), LinksOrder.KIND]
+    command = [sys.executable, "-c", program, str(folder / "order.json")]
     places = [{**os.environ, **environment(rank, order, store.port)} for rank in range(hosts)]
     workers = [subprocess.Popen(command, env=place, stderr=subprocess.PIPE, text=True) for place in places]
     errors = [worker.communicate(timeout=200)[1] for worker in workers]
@@ -47,7 +47,7 @@ def timed(folder: Path, hosts: int, **options: int) -> Measurements:
 
 
 def test_three_hosts_are_measured_without_megatron(tmp_path: Path) -> None:
-    """Every link is measured, nothing else is, and no worker can import megatron-core or our patches."""
+    """Every link is measured, nothing else is, and no worker can import megatron-core."""
     found = timed(tmp_path, 3)
 
     assert tiny_cluster(3, 1).hosts == found.cluster.hosts
@@ -56,7 +56,7 @@ def test_three_hosts_are_measured_without_megatron(tmp_path: Path) -> None:
     assert {"-mm", "m-m", "mm-"} == {row.replace("a", "m") for row in found.survey.origin_HH}
     sign = last_sign(tmp_path / "progress", 0)
     assert sign
-    assert ["start", "links"] == [one.phase for one in sign.ended]
+    assert ["start", "links"] == [one.phase for one in sign.ended] == list(found.phase_s)
 
 
 def test_many_hosts_below_unknown_switches_are_scouted(tmp_path: Path) -> None:

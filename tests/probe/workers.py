@@ -16,7 +16,7 @@ from facts_for_tests import tiny_cluster, tiny_job
 
 from benchmarks.netlab import compare
 from pipette_launch.facts import ComputeCase, files
-from pipette_launch.probe.messages import LinksOrder, WarmupOrder
+from pipette_launch.probe.messages import WarmupOrder
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 200
@@ -113,7 +113,7 @@ def _run(command: list[str], variables: dict[str, str]) -> subprocess.CompletedP
     )
 
 
-def environment(rank: int, options: LinksOrder, port: int) -> dict[str, str]:
+def environment(rank: int, options: WarmupOrder, port: int) -> dict[str, str]:
     """Return the variables that torch's agent gives to a worker."""
     return {
         "RANK": str(rank),

@@ -92,6 +92,12 @@ class Bench:
     def __post_init__(self) -> None:
         self.found = WorkerResult(slot=self.slot)
 
+    @property
+    def job(self) -> Job:
+        """Job whose layers are measured."""
+        assert self.options.job is not None, "this warm-up times only links"
+        return self.options.job
+
     def add(self, **found: object) -> None:
         """Add measurements of this slot, by the names of `WorkerResult`."""
         self.found = self.found.plus(**found)
@@ -217,7 +223,7 @@ class LayerBench(Bench):
             except Exception as error:  # noqa: BLE001
                 # A script may raise an error of any type. Models from flags help neither against a lack of memory nor
                 # if the script builds another model than the flags describe.
-                is_last = isinstance(error, WorkloadError) and patches_workload.needs_script(self.options.job)
+                is_last = isinstance(error, WorkloadError) and patches_workload.needs_script(self.job)
                 is_foreign = isinstance(error, patches_workload.ForeignModelError)
                 if is_foreign or is_out_of_memory(error) or (is_last and not self.script.captures):
                     break
@@ -226,7 +232,7 @@ class LayerBench(Bench):
                 self.note(f"layers were {how}, because {reason}")
                 self.script = replace(self.script, captures=False) if self.script.captures else None
         if self.script is not None:
-            self.add(notes=self.script.notes(self.options.job))
+            self.add(notes=self.script.notes(self.job))
         else:
             with suppress(WorkloadError, RuntimeError, MemoryError):
                 self._build_and_run()
@@ -302,22 +308,21 @@ class LayerBench(Bench):
         return None  # type: ignore[unreachable]
 
     def _build(self, case: ComputeCase, stack: ExitStack) -> Workload:
-        needed_bytes = weight_bytes(self.options.job, case)
+        needed_bytes = weight_bytes(self.job, case)
         self.check_free_memory(case_words(case), needed_bytes, " for one layer's weights and gradients")
         options = {"device_kind": self.options.device_kind, **self._program(single_layers=True)}
-        return stack.enter_context(patches_workload.workload(self.options.job, case, **options))
+        return stack.enter_context(patches_workload.workload(self.job, case, **options))
 
     def _loading(self, case: ComputeCase) -> None:
         """Measure how long loading of micro-batches keeps a CPU stage from computing."""
-        job = self.options.job
-        if self.options.device_kind == "cuda" or not self.found.compute or not loads_as_megatron_lm(job):
+        if self.options.device_kind == "cuda" or not self.found.compute or not loads_as_megatron_lm(self.job):
             return
         program = self._program(single_layers=True)["program"]
         with (
             self.noting(f"the loading of micro-batches of {case_words(case)}"),
-            short_layer(job, case, program) as layer,
+            short_layer(self.job, case, program) as layer,
         ):
-            self.add(loading=loading_time(job, layer, case.micro_batch_size))
+            self.add(loading=loading_time(self.job, layer, case.micro_batch_size))
 
     def _reference(self, work: Workload | None, lockstep: Lockstep, budget: Budget) -> None:
         """Measure the reference case: the slot's speed, the parts, the speed of slow slots again, and the optimizer."""
@@ -459,7 +464,7 @@ class StageBench(Bench):
                 if on_cpu:
                     return
             reading = StageReading(
-                job_digest=memory_digest(self.options.job),
+                job_digest=memory_digest(self.job),
                 layout=case.layout,
                 pp_rank=case.pp_rank,
                 slot=self.slot,
@@ -467,16 +472,16 @@ class StageBench(Bench):
                 reserved_peak_bytes=max(peak.reserved_bytes - left_bytes, 0),
                 device_peak_bytes=peak.device_bytes,
                 ran_out=run is None,
-                allocator_config=self.options.job.allocator_config,
+                allocator_config=self.job.allocator_config,
                 **(run.times if run else {}),
             )
             self.add(stages=(reading,))
 
     def _run(self, case: StageCase) -> StageRun | None:
         """Run a stage; returns None if memory runs out, so that the meter still reads the peak."""
-        job, kind = self.options.job, self.options.device_kind
+        kind = self.options.device_kind
         try:
-            run = partial(whole_stage.run_stage, job, case.layout, case.pp_rank, device_kind=kind)
+            run = partial(whole_stage.run_stage, self.job, case.layout, case.pp_rank, device_kind=kind)
             return run(stopwatch=stopwatch_for(kind), **self._program(single_layers=False))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):

@@ -31,7 +31,7 @@ class OwnScript:
     @classmethod
     def of(cls, options: WarmupOrder) -> OwnScript | None:
         """Return the script that the order names; None if the order names no script."""
-        if not options.script:
+        if options.job is None or not options.script:
             return None
         *flag, name = options.script
         program = Program(patches=(), name=name, is_module=bool(flag), arguments=options.script_arguments)

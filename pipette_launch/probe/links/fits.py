@@ -17,7 +17,7 @@ from pipette_launch.facts import Links, Measurements
 from pipette_launch.facts.measurements import UNSTABLE_SPREAD, CollectiveTime, LinkSurvey, RailRates
 from pipette_launch.facts.messages import Dimension
 from pipette_launch.probe.links.selection import Line, Pair, Place, estimate
-from pipette_launch.probe.messages import GroupSamples, LinkSamples, LinksOrder, WorkerResult
+from pipette_launch.probe.messages import GroupSamples, LinkSamples, WarmupOrder, WorkerResult
 from pipette_launch.text import rate_text
 
 MAX_SEND_ENTRIES = 4096
@@ -130,7 +130,7 @@ class EarlierLinks(NamedTuple):
     """Lines within hosts, by (sending slot, receiving slot)."""
 
     @classmethod
-    def of(cls, earlier: Measurements, options: LinksOrder) -> EarlierLinks | None:
+    def of(cls, earlier: Measurements, options: WarmupOrder) -> EarlierLinks | None:
         """Find the hosts of this job in earlier measurements, in any order; None if a host is missing."""
         then = {host.name: index for index, host in enumerate(earlier.cluster.hosts)}
         size = options.devices_per_host
@@ -171,7 +171,7 @@ class FoundLinks(NamedTuple):
 
 
 def found_links(
-    options: LinksOrder, results: Sequence[WorkerResult], earlier: EarlierLinks | None = None
+    options: WarmupOrder, results: Sequence[WorkerResult], earlier: EarlierLinks | None = None
 ) -> FoundLinks:
     """Turn the samples of all workers into matrices of links.
 
@@ -270,7 +270,7 @@ def _sends(fits: Mapping[Pair, LinkFit]) -> tuple[CollectiveTime, ...]:
     )
 
 
-def _unstable(fits: Mapping[Pair, LinkFit], options: LinksOrder) -> tuple[str, ...]:
+def _unstable(fits: Mapping[Pair, LinkFit], options: WarmupOrder) -> tuple[str, ...]:
     unstable = sorted(((fit.spread, pair) for pair, fit in fits.items() if fit.spread > UNSTABLE_SPREAD), reverse=True)
     if not unstable:
         return ()

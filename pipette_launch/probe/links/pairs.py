@@ -55,7 +55,7 @@ from pipette_launch.probe.links.selection import (
     survey,
 )
 from pipette_launch.probe.lockstep import Budget, Clock, Lockstep
-from pipette_launch.probe.messages import MIN_SIZES, TINY_BYTES, LinkSamples, LinksOrder, WorkerResult
+from pipette_launch.probe.messages import MIN_SIZES, TINY_BYTES, LinkSamples, WarmupOrder, WorkerResult
 
 T = TypeVar("T")
 Group: TypeAlias = tuple[Pair, ...]
@@ -289,7 +289,7 @@ class LinkMeter:
     Each rank returns its samples as a sender. The caller of `measure` decides whether there is time for another round.
     """
 
-    options: LinksOrder
+    options: WarmupOrder
     lockstep: Lockstep
     bound_s: float
     """Time limit for measuring one direction of a pair, in seconds."""
@@ -462,7 +462,7 @@ def direction_s(left_s: float, num_rounds: int, device_kind: str) -> float:
     return min(max(fair_s, LEAST_DIRECTION_S[device_kind]), MOST_DIRECTION_S)
 
 
-def sample(options: LinksOrder) -> Sequence[Round] | None:
+def sample(options: WarmupOrder) -> Sequence[Round] | None:
     """Return rounds of some pairs of many hosts; None for few hosts, of which all pairs are measured."""
     if len(options.hosts) <= options.full_hosts:
         return None
@@ -471,7 +471,7 @@ def sample(options: LinksOrder) -> Sequence[Round] | None:
 
 
 def measure(
-    options: LinksOrder, *, lockstep: Lockstep, budget: Budget, between: Sequence[Round] | None = None
+    options: WarmupOrder, *, lockstep: Lockstep, budget: Budget, between: Sequence[Round] | None = None
 ) -> WorkerResult:
     """Time links between local devices and between hosts, and slow links between hosts again; every rank calls this.
 
@@ -520,7 +520,7 @@ def measure(
 
 
 def explore(
-    options: LinksOrder,
+    options: WarmupOrder,
     known: Callable[[], Lines],
     *,
     lockstep: Lockstep,
@@ -597,7 +597,7 @@ def in_step(
     return tuple(mine), None
 
 
-def lines_of(links: Sequence[LinkSamples], options: LinksOrder) -> dict[Pair, Line]:
+def lines_of(links: Sequence[LinkSamples], options: WarmupOrder) -> dict[Pair, Line]:
     """Return the line of each measured pair of hosts."""
     fits = host_fits(LinkBook.of(links).best(), options.devices_per_host)
     return {pair: fit.line for pair, fit in fits.items()}
@@ -636,7 +636,7 @@ def settled(
     return tuple(min(links, key=seconds_per_byte) for links in zip(*found, strict=True))
 
 
-def shared_bandwidth_HH(options: LinksOrder, rank: int, links: Sequence[LinkSamples]) -> NDArray[np.float64]:
+def shared_bandwidth_HH(options: WarmupOrder, rank: int, links: Sequence[LinkSamples]) -> NDArray[np.float64]:
     """Return the measured bytes/s between all hosts on every rank; nan = not measured."""
     num_hosts, size = len(options.hosts), options.devices_per_host
     everyone = torch.zeros((options.num_slots, num_hosts), dtype=torch.float64)

@@ -192,9 +192,7 @@ class PerformanceOptions:
     outer_dp_sharding_strategy: str = "no_shard"
     suggested_communication_unit_size: int | None = None
     """Number of parameters whose gradients are reduced together. Parameters are gathered ahead in twice this number."""
-    torch_fsdp2_reshard_after_forward: bool = _option("--torch-fsdp2-no-reshard-after-forward", default=True)
     use_megatron_fsdp: bool = False
-    use_torch_fsdp2: bool = False
 
     # Options of the activations that a forward keeps for the backward, on the device or on the host.
     activation_offload_fraction: float = 1.0

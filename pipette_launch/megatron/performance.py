@@ -84,7 +84,7 @@ def plannable_offload(job: Job) -> list[tuple[str, ...]]:
     decides = options.fine_grained_activation_offloading or options.cpu_offloading_num_layers
     excludes = (
         *(options.graphs.impl != "none", options.overlap_moe_expert_parallel_comm, options.moe_paged_stash),
-        *(options.use_megatron_fsdp, options.use_torch_fsdp2, model.hybrid, model.foreign, model.linear_attention),
+        *(options.use_megatron_fsdp, model.hybrid, model.foreign, model.linear_attention),
     )
     is_old = job.release < _FIRST_OFFLOAD_SHARE or model.transformer_impl != "transformer_engine"
     if decides or any(excludes) or is_old or "recompute" in job.pinned:

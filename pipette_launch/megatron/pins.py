@@ -42,7 +42,6 @@ HELD_BY: dict[str, tuple[tuple[str, ...], str]] = {
     "fine_grained_activation_offloading": (("recompute",), _RECOMPUTE),
     "moe_layer_recompute": (("recompute",), _RECOMPUTE),
     "use_megatron_fsdp": (OPTIMIZER_FIELDS, _SHARDED_BY),
-    "use_torch_fsdp2": (OPTIMIZER_FIELDS, _SHARDED_BY),
     "data_parallel_random_init": (("dp",), " gives each data-parallel rank its own seed: dp stays"),
 }
 """Layout fields that a plan must not change if a flag is set, and the reason, by destination of the flag."""
@@ -144,8 +143,6 @@ def _hybrid_refusals(arguments: Arguments) -> Iterator[MegatronError]:
     if arguments.get("fine_grained_activation_offloading") and release_of(arguments.version) < (0, 18):
         reason = "before 0.18 hybrid models do not offload activations"
         yield arguments.refusal(reason, "fine_grained_activation_offloading")
-    if arguments.get("use_torch_fsdp2"):
-        yield arguments.refusal("the wrapping of hybrid models by torch FSDP is not modelled", "use_torch_fsdp2")
     if arguments.get("use_megatron_fsdp") and release_of(arguments.version) < (0, 19):
         reason = "before 0.19 Megatron-FSDP does not wrap Mamba layers one by one, which is not modelled"
         yield arguments.refusal(reason, "use_megatron_fsdp")

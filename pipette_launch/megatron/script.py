@@ -125,7 +125,7 @@ def environment(job: Job, layout: Layout, *, device_kind: str) -> dict[str, str]
     """
     is_blackwell = device_kind == "cuda" and (job.compute_capability or 0) >= _BLACKWELL
     options = job.options
-    chooses = options.use_megatron_fsdp or options.use_torch_fsdp2 or options.overlap_moe_expert_parallel_comm
+    chooses = options.use_megatron_fsdp or options.overlap_moe_expert_parallel_comm
     is_needed = not (is_blackwell or chooses or layout.tp == layout.cp == 1)
     # Megatron asserts the older offloading of Transformer Engine, which leaves weights on the device.
     needed = {"NVTE_CPU_OFFLOAD_V1": "1"} if layout.recompute.offload_modules else {}

@@ -65,15 +65,9 @@ def test_learning_stays_the_same(words: str, pinned: tuple[str, ...]) -> None:
     assert bool(asked.notes) == bool(pinned)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--use-megatron-fsdp --ckpt-format fsdp_dtensor --use-distributed-optimizer",
-        "--use-torch-fsdp2 --untie-embeddings-and-output-weights --no-gradient-accumulation-fusion",
-    ],
-)
-def test_sharding_stays(words: str) -> None:
+def test_sharding_stays() -> None:
     """Flags of sharding pin the optimizer's fields; the rest of the layout may change."""
+    words = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --use-distributed-optimizer"
     asked = job(words, base=SAMPLES, for_prediction=True)
 
     assert OPTIMIZER == asked.pinned
@@ -195,7 +189,6 @@ def test_what_megatron_fsdp_shards_is_planned() -> None:
     [
         "--hybrid-override-pattern M-M-M-*- --mamba-head-dim 8 --spec megatron.core.models mamba_stack_spec",
         "--local-rank 0",
-        "--use-torch-fsdp2 --untie-embeddings-and-output-weights --no-gradient-accumulation-fusion",
         "--inprocess-restart",
         "--dataloader-type external",
     ],

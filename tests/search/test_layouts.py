@@ -330,7 +330,6 @@ GPT = (
             "0.16.1",
         ),
         ("cuda", "--use-megatron-fsdp --ckpt-format fsdp_dtensor --use-distributed-optimizer", "0.16.1"),
-        ("cuda", "--use-torch-fsdp2 --untie-embeddings-and-output-weights --no-gradient-accumulation-fusion", "0.16.1"),
         ("cuda", "--hybrid-override-pattern M-M-M*M-", "0.16.1"),
         ("cuda", "--hybrid-layer-pattern M-M|-M*M-/*-", "0.17.1"),
         ("cuda", "--hybrid-layer-pattern M-M|-M*M-/*- --pipeline-model-parallel-size 2", "0.17.1"),
@@ -456,7 +455,6 @@ FLAGS = (
         "--use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params "
         "--ckpt-format fsdp_dtensor"
     ),
-    "--use-torch-fsdp2 --untie-embeddings-and-output-weights --no-gradient-accumulation-fusion",
     "--ckpt-format torch --disable-gloo-process-groups",
     "--eval-global-batch-size 16",
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",

@@ -35,7 +35,6 @@ EXPERTS: dict[str, object] = {"num_experts": 4, "moe_layer_freq": (0, 1) * 6, "m
 SHARDINGS: tuple[tuple[str, ...], ...] = (
     (),
     ("--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params"),
-    ("--use-torch-fsdp2",),
 )
 
 

@@ -323,7 +323,6 @@ def shard_exchanges(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[E
     members = group_sizes(layout, instances=parameters.shard_copies(job))
     weight, gradient = parameters.layer_weight_bytes(job)[1], parameters.reduced_gradient_bytes(job)
     gathers = sharding.weights * weight
-    again = sharding.gathers_twice * gathers
     layers = parameters.unit_parameters(job, layout).layers
     groups: tuple[Group, Group] = ("shard", "expert_shard")
     for kind, layers_S in counts.layers_S.items():
@@ -338,37 +337,20 @@ def shard_exchanges(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[E
             if not count:
                 continue
             size, reduced, share = float(count * weight), float(count * gradient), each / moved
-            in_backward = share / (again + gradient)
+            in_backward = share / (gathers + gradient)
             if gathers:
                 yield Exchange.of("all_gather", group, size, first_S, none_S)
                 yield Exchange.of("all_gather", group, size, hidden_S, none_S, forward, share)
-            if again:
-                yield Exchange.of("all_gather", group, size, none_S, layers_S, backward, again * in_backward)
+                yield Exchange.of("all_gather", group, size, none_S, layers_S, backward, gathers * in_backward)
             yield Exchange.of("reduce_scatter", group, reduced, none_S, first_S)
             yield Exchange.of("reduce_scatter", group, reduced, none_S, hidden_S, backward, gradient * in_backward)
     if members["shard"] > 1:
-        yield from _sharded_ends(job, layout, sharding, counts)
-
-
-def _sharded_ends(job: Job, layout: Layout, sharding: parameters.Sharding, counts: LayerCounts) -> Iterator[Exchange]:
-    """Yield the reductions of embedding and head, and their gathers if gathered weights are not kept from pass to pass.
-
-    The compute of the layer next to the head hides the head's exchanges under FSDP.
-    """
-    model, gradient = job.model, parameters.reduced_gradient_bytes(job)
-    embedding, head = parameters.end_parameters(job, layout)
-    embedding_S, head_S, none_S = counts.embedding_S, counts.head_S, 0 * counts.head_S
-    forward: Behind = ("forward", model.layer_kinds[-1])
-    backward: Behind = ("backward", model.layer_kinds[-1])
-    yield Exchange.of("reduce_scatter", "shard", embedding * gradient, none_S, embedding_S)
-    yield Exchange.of("reduce_scatter", "shard", head * gradient, none_S, head_S, backward)
-    if sharding.weights and not sharding.keeps_ends:
-        again = int(sharding.gathers_twice)
-        embedding, head = embedding * model.dtype_bytes, head * model.dtype_bytes
-        yield Exchange.of("all_gather", "shard", embedding, embedding_S, none_S)
-        yield Exchange.of("all_gather", "shard", embedding, none_S, again * embedding_S, backward)
-        yield Exchange.of("all_gather", "shard", head, head_S, none_S, forward)
-        yield Exchange.of("all_gather", "shard", head, none_S, again * head_S)
+        # The compute of the layer next to the head hides the reduction of the head's gradients.
+        embedding, head = parameters.end_parameters(job, layout)
+        last: Behind = ("backward", job.model.layer_kinds[-1])
+        none_S = 0 * counts.head_S
+        yield Exchange.of("reduce_scatter", "shard", embedding * gradient, none_S, counts.embedding_S)
+        yield Exchange.of("reduce_scatter", "shard", head * gradient, none_S, counts.head_S, last)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

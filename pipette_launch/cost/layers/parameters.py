@@ -224,27 +224,18 @@ class Sharding(NamedTuple):
     gradients: bool
     """True if gradients are sharded, so that every micro-batch reduces its gradients."""
     states: bool
-    keeps_ends: bool
-    """True if the weights of embedding and head are gathered once a step and kept until the step ends."""
-    gathers_twice: bool
-    """True if the backward gathers weights again."""
 
 
 def sharding_of(job: Job) -> Sharding | None:
-    """Return the sharding that the job's flags choose; None without FSDP.
+    """Return the sharding of Megatron-FSDP that the job's flags choose; None without it.
 
-    Megatron-FSDP: FSDP param_and_grad_buffer.py:1846-1865. torch FSDP2 wraps layers, embedding and head as units
-    (MC distributed/torch_fully_sharded_data_parallel.py).
+    The weights of embedding and head are gathered once a step and kept until the step ends (FSDP
+    param_and_grad_buffer.py:1846-1865).
     """
-    options = job.options
-    if options.use_megatron_fsdp:
-        strategy = options.data_parallel_sharding_strategy
-        shards = (strategy == "optim_grads_params", strategy in SHARDS_GRADIENTS, strategy != "no_shard")
-        return Sharding(*shards, keeps_ends=True, gathers_twice=True)
-    if options.use_torch_fsdp2:
-        twice = options.torch_fsdp2_reshard_after_forward
-        return Sharding(weights=True, gradients=True, states=True, keeps_ends=False, gathers_twice=twice)
-    return None
+    strategy = job.options.data_parallel_sharding_strategy
+    if not job.options.use_megatron_fsdp:
+        return None
+    return Sharding(strategy == "optim_grads_params", strategy in SHARDS_GRADIENTS, strategy != "no_shard")
 
 
 def shard_copies(job: Job) -> int:
@@ -257,8 +248,7 @@ def layer_weight_bytes(job: Job) -> tuple[int, int]:
     """Return the bytes of one parameter of a layer: in a shard, and in the gathered layer.
 
     With `--fp8-param-gather` both shards and gathered weights are in FP8. MXFP8 keeps two shards: the forward gathers
-    the shard of the copy by rows, the backward gathers the shard of the copy by columns. With torch FSDP2, gathered
-    weights are never in FP8 (arguments.py, validate_args).
+    the shard of the copy by rows, the backward gathers the shard of the copy by columns.
     """
     options, wide = job.options, job.model.dtype_bytes
     if not (options.use_megatron_fsdp and options.fp8_param_gather and narrow_bits(job) == 8):
@@ -291,7 +281,7 @@ def whole_beside_shards(job: Job, layout: Layout) -> Whole:
     only before the next bucket's reduction, and only if more than `--suggested-communication-unit-size` parameters
     wait. With `--fsdp-double-buffer`, FSDP keeps the weights and the gradients of two layers each (FSDP
     param_and_grad_buffer.py:3084-3131, 3493-3560, 651-800). The gradient of a weight shared by embedding and head is
-    reduced when the backward is over (megatron_fsdp.py:767). torch FSDP2 holds weights and gradients of two units.
+    reduced when the backward is over (megatron_fsdp.py:767).
 
     If layers are not units of FSDP, gradients form several buckets with overlap, and one bucket without overlap.
     The count ignores `--ddp-bucket-size`, `--ddp-num-buckets`, and the growth of buckets beyond 40 replicas.
@@ -302,9 +292,6 @@ def whole_beside_shards(job: Job, layout: Layout) -> Whole:
     gradient = reduced_gradient_bytes(job)
     units, (embedding, head) = unit_parameters(job, layout), end_parameters(job, layout)
     layer, gathered = max(units.layers[kind].count for kind in model.layer_kinds), layer_weight_bytes(job)[1]
-    if not options.use_megatron_fsdp:
-        both = layer + max(layer, head)
-        return Whole(weights=both * gathered, gradients=both * gradient)
     num_layers, size = model.num_layers + model.mtp_num_layers, options.suggested_communication_unit_size
     if not sharding.weights:
         total = num_layers * layer + embedding + head
@@ -351,8 +338,7 @@ def gradient_bytes_per_parameter(job: Job) -> int:
 
     Buffers are in fp32 or in the weights' type. With bf16 weights, `--grad-reduce-in-bf16` and `--main-grads-dtype
     bf16` choose the weights' type (training/arguments.py, validate_args). From 0.19 on, Megatron-FSDP ignores both
-    flags and takes `--megatron-fsdp-main-grads-dtype` (MC distributed/fsdp/mcore_fsdp_adapter.py). torch FSDP2 keeps
-    and reduces gradients in the weights' type.
+    flags and takes `--megatron-fsdp-main-grads-dtype` (MC distributed/fsdp/mcore_fsdp_adapter.py).
     """
     options = job.options
     if _reduces_in_fp32(job):
@@ -377,7 +363,7 @@ def reduced_gradient_bytes(job: Job) -> int:
 def _reduces_in_fp32(job: Job) -> bool:
     """Return True if Megatron's `grad_reduce_in_fp32` decides on the gradients' type, and chooses fp32."""
     options, dtype = job.options, job.model.params_dtype
-    if options.use_torch_fsdp2 or (options.use_megatron_fsdp and job.release >= _FIRST_OWN_GRADIENTS):
+    if options.use_megatron_fsdp and job.release >= _FIRST_OWN_GRADIENTS:
         return False
     if dtype != "bf16":
         return options.accumulate_allreduce_grads_in_fp32

@@ -18,23 +18,16 @@ from pipette_launch.facts.model import KINDS_WITH_EXPERTS
 from pipette_launch.megatron.chunks import FIRST_CUT_PATTERNS
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule, Rules
 
-WITHOUT = {
-    # Megatron validates Megatron-FSDP with a pipeline, but the wrapper then fails. The wrapper asserts that
-    # data-parallel groups, which lie in one stage each, equal the groups of a mesh over all ranks (core_v0.14.0 to
-    # v0.19.0, mcore_fsdp_adapter.py, _get_dp_tp_mesh).
-    "pp": ("use_megatron_fsdp", "use_torch_fsdp2", "cpu_offloading_num_layers"),
-    "ep": ("use_torch_fsdp2",),
-}
-"""Options that need a degree of 1, by parallel axis."""
+WITHOUT_PIPELINE = ("use_megatron_fsdp", "cpu_offloading_num_layers")
+"""Options that need pp = 1.
+
+Megatron validates Megatron-FSDP with a pipeline, but the wrapper then fails. The wrapper asserts that data-parallel
+groups, which lie in one stage each, equal the groups of a mesh over all ranks (core_v0.14.0 to v0.19.0,
+mcore_fsdp_adapter.py, _get_dp_tp_mesh).
+"""
 FIRST_SPLIT_DELTA = (0, 18)
 """First release with context parallelism of gated delta networks."""
 _SET_PP, _ADD_STAGES = "remove it or set --pipeline-model-parallel-size", "add --num-virtual-stages-per-pipeline-rank"
-
-
-def _single_faults(rules: Rules, axis: str, size: int) -> Broken:
-    for name in WITHOUT[axis] if size > 1 else ():
-        if getattr(rules.options, name):
-            yield BrokenRule(f"{flag_of(name)} needs {axis} = 1", (name, axis), "remove one")
 
 
 def tensor_faults(rules: Rules, tp: int) -> Broken:
@@ -77,7 +70,9 @@ def tensor_faults(rules: Rules, tp: int) -> Broken:
 def pipeline_faults(rules: Rules, pp: int) -> Broken:
     """Check flags that need pipeline parallelism, or that exclude pipeline parallelism."""
     options = rules.options
-    yield from _single_faults(rules, "pp", pp)
+    for name in WITHOUT_PIPELINE if pp > 1 else ():
+        if getattr(options, name):
+            yield BrokenRule(f"{flag_of(name)} needs pp = 1", (name, "pp"), "remove one")
     if rules.job.model.mtp_num_layers and options.overlap_moe_expert_parallel_comm and pp == 1:
         reason = f"{flag_of('overlap_moe_expert_parallel_comm')} with multi-token prediction needs pp > 1"
         yield BrokenRule(reason, ("mtp_num_layers",), _SET_PP)
@@ -229,7 +224,6 @@ def expert_faults(rules: Rules, degrees: Degrees) -> Broken:
         yield from _expert_flag_faults(rules, degrees)
     elif degrees.ep > 1:
         yield BrokenRule("expert parallelism needs experts", ("ep",), "remove it, or add --num-experts")
-    yield from _single_faults(rules, "ep", degrees.ep)
     if degrees.ep > 1 and model.params_dtype == "fp16" and rules.release < (0, 16):
         yield BrokenRule("before 0.16 expert parallelism excludes --fp16", ("ep",), "use --bf16, or remove one")
 

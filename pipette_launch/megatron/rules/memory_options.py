@@ -51,19 +51,16 @@ def _sequence_faults(rules: Rules, tp: int, cp: int, options: MemoryOptions) -> 
 
 
 def _optimizer_faults(rules: Rules, options: MemoryOptions) -> Broken:
-    sharded, fsdp2 = options.use_distributed_optimizer, rules.options.use_torch_fsdp2
+    sharded = options.use_distributed_optimizer
     needs_sharding = [name for name in NEEDS_DISTRIBUTED_OPTIMIZER if getattr(rules.options, name)]
     # From 0.18 on optimizers other than Adam and SGD shard too, and each rank gets whole layers.
     is_whole = rules.job.optimizer == SHARDED_MUON or rules.release >= (0, 18)
     if sharded and rules.job.optimizer != "adam" and (not is_whole or rules.job.optimizer == "sgd"):
         yield BrokenRule(ONLY_ADAM_SHARDS, ("use_distributed_optimizer", "optimizer"), "remove one")
-    if sharded and fsdp2:
-        reason = f"{flag_of('use_torch_fsdp2')} excludes the distributed optimizer"
-        yield BrokenRule(reason, ("use_distributed_optimizer",), "remove one")
-    if needs_sharding and not (sharded or fsdp2):
+    if needs_sharding and not sharded:
         flags = "/".join(map(flag_of, needs_sharding))
         yield BrokenRule(f"{flags} needs the distributed optimizer", (), _ADD_OPTIMIZER)
-    if rules.options.num_distributed_optimizer_instances > 1 and not (sharded or fsdp2):
+    if rules.options.num_distributed_optimizer_instances > 1 and not sharded:
         reason = f"{flag_of('num_distributed_optimizer_instances')} needs the distributed optimizer"
         yield BrokenRule(reason, ("num_distributed_optimizer_instances",), _ADD_OPTIMIZER)
 

@@ -472,18 +472,6 @@ def test_one_rank_exchanges_nothing() -> None:
     )
 
 
-def test_torch_gathers_the_ends_too() -> None:
-    """Embedding and head are units of their own; without resharding nothing is gathered for the backward."""
-    own_words = tiny_model(untie_embeddings_and_output_weights=True)
-    flags = ("--use-torch-fsdp2", "--torch-fsdp2-no-reshard-after-forward")
-    found = exchanges(tiny_job(model=own_words, performance_flags=flags[:1]), Layout(dp=4), Hiding(layers_s=NOTHING_S))
-    kept = exchanges(tiny_job(model=own_words, performance_flags=flags), Layout(dp=4), Hiding(layers_s=NOTHING_S))
-
-    assert sum(one.forward[0] for one in found if one.kind == "all_gather") == 4 + 2
-    assert sum(one.backward[0] for one in found if one.kind == "all_gather") == 4 + 2
-    assert sum(one.backward[0] for one in kept if one.kind == "all_gather") == 0
-
-
 def test_copies_gather_for_themselves() -> None:
     """Two copies of shards over two ranks each: they exchange inside, and add up half of all gradients once a step."""
     this = job("optim_grads_params")

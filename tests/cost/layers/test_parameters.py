@@ -262,11 +262,6 @@ def test_reductions_that_overlap_go_by_buckets() -> None:
     assert whole.waiting == (1000 * LAYER + EMBEDDING + 128 - 40_000_000) // LAYER
 
 
-def test_torch_holds_two_units() -> None:
-    """A layer beside another, or beside the head."""
-    assert whole_beside_shards(job("--use-torch-fsdp2"), SHARDED) == Whole(weights=8 * LAYER, gradients=8 * LAYER)
-
-
 def optimizer_job(*flags: str, **changes: object) -> Job:
     """A bf16 GPT."""
     model = {"params_dtype": "bf16", "transformer_impl": "transformer_engine", "attention_backend": "fused"}

@@ -93,9 +93,9 @@ FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
             "groups of 2 are too small; change one, or give up virtual stages",
         ),
         (
-            f"--use-torch-fsdp2 --untie-embeddings-and-output-weights --no-gradient-accumulation-fusion {PP}=2",
+            f"--use-megatron-fsdp --ckpt-format fsdp_dtensor --use-distributed-optimizer {PP}=2",
             f"{PP}=2",
-            "--use-torch-fsdp2 needs pp = 1",
+            "--use-megatron-fsdp needs pp = 1",
             "remove one",
         ),
     ],
@@ -256,17 +256,6 @@ CASES = {
         ("0.20.0", f"--use-tp-pp-dp-mapping {PP} 4 {CP} 2", f"--use-tp-pp-dp-mapping {CP} 4"),
     ],
     "checkpoints": [
-        (
-            "0.16.1",
-            (
-                f"--use-torch-fsdp2 --untie-embeddings-and-output-weights --ckpt-format torch_dcp {TP} 2 "
-                f"--no-gradient-accumulation-fusion"
-            ),
-            (
-                "--use-torch-fsdp2 --untie-embeddings-and-output-weights --ckpt-format torch_dcp "
-                "--no-gradient-accumulation-fusion"
-            ),
-        ),
         (
             "0.16.1",
             f"{OPTIMIZER} --ckpt-format torch --disable-gloo-process-groups",

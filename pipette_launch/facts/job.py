@@ -171,8 +171,6 @@ class PerformanceOptions:
     exp_avg_sq_dtype: str = "fp32"
     main_grads_dtype: str = "fp32"
     main_params_dtype: str = "fp32"
-    muon_num_ns_steps: int = 5
-    muon_tp_mode: str = "blockwise"
     num_distributed_optimizer_instances: int = 1
     optimizer_cpu_offload: bool = False
     optimizer_offload_fraction: float = 1.0

@@ -52,7 +52,7 @@ def test_options_are_read_from_a_jobs_flags() -> None:
         ("0.16.1", PerformanceOptions()),
         (
             f"{releases()[-1]}.0",
-            PerformanceOptions(data_parallel_sharding_strategy="optim_grads_params", muon_tp_mode="duplicated"),
+            PerformanceOptions(data_parallel_sharding_strategy="optim_grads_params"),
         ),
     ],
 )

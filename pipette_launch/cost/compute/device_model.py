@@ -25,10 +25,10 @@ import numpy as np
 from pipette_launch.cost.communication.collectives import chunk_share, num_steps
 from pipette_launch.cost.communication.exchanges import group_sizes
 from pipette_launch.cost.layers.attention import Attention, is_flash
-from pipette_launch.cost.layers.block import FP32_BYTES, compute_dtype
+from pipette_launch.cost.layers.block import compute_dtype
 from pipette_launch.cost.layers.ends import depth_loads, embedding_loads, head_loads
 from pipette_launch.cost.layers.kinds import kind_loads
-from pipette_launch.cost.layers.parameters import layer_matrices, shard_copies, step_bytes_per_parameter
+from pipette_launch.cost.layers.parameters import shard_copies, step_bytes_per_parameter
 from pipette_launch.cost.layers.passes import Collective, Load, PassLoads, Product
 from pipette_launch.cost.layers.sparse import Sparse
 from pipette_launch.errors import FactError
@@ -57,12 +57,6 @@ _GRADIENT_PASSES = 4
 """Number of times that a step reads or writes each byte of the gradient buffers, which every rank holds whole. Each
 step clears the gradient buffers (megatron-core, DistributedDataParallel.zero_grad_buffer), reads them to find NaN, and
 divides them by the number of replicas (ParamAndGradBuffer, start_grad_sync; not with one replica)."""
-_TORCH_OPERATION_S = 8e-6
-"""Seconds that the host needs for one operation of torch in a loop over matrices. In pull request 25288 of ultralytics,
-7,878 operations on small matrices take 62.2 ms."""
-_UPDATE_OPERATIONS = 12
-"""Number of operations of torch in Muon's update of one matrix, beside 3 in each Newton-Schulz step (counted by
-TorchDispatchMode)."""
 _COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all")
 
 
@@ -138,37 +132,7 @@ def _moved_byte_s(device: DeviceSpec) -> float:
 
 def optimizer_s_per_parameter(device: DeviceSpec, job: Job) -> float:
     """Return the seconds of the optimizer's step for each parameter whose state a device holds."""
-    return step_bytes_per_parameter(job) * _moved_byte_s(device) + _orthogonal_s_per_parameter(device, job)
-
-
-def _orthogonal_s_per_parameter(device: DeviceSpec, job: Job) -> float:
-    """Return the mean seconds for each parameter of Muon's Newton-Schulz steps, in bf16; 0 s for other optimizers.
-
-    A step on a matrix X with the shorter side in front computes A = X X', B = bA + cAA and aX + BX. The mode
-    `duplicated` gathers each matrix in fp32 over the tensor-parallel ranks, which all compute the whole matrix. The
-    mode `distributed` puts the side in front that tensor parallelism keeps, and reduces A over the ranks
-    (Emerging-Optimizers, muon_utils.py). The host launches the operations for one matrix after the other.
-    """
-    if "muon" not in job.optimizer:
-        return 0.0
-    matrices, options = layer_matrices(job), job.options
-    steps, mode = options.muon_num_ns_steps, options.muon_tp_mode
-    products, exchanged_s, link = [], 0.0, device.within_host
-    for one in matrices:
-        short, long, others = one.short, one.long, one.ranks - 1
-        if others and mode != "blockwise":
-            size = one.short * one.long
-            is_gathered = mode == "duplicated"
-            short, long = one.kept, size // one.kept
-            short, long = sorted((short, long * one.ranks)) if is_gathered else (short, long)
-            rounds = others if is_gathered else 2 * others * steps
-            each_bytes = FP32_BYTES * size if is_gathered else 2 * one.kept**2 / one.ranks
-            exchanged_s += one.number * rounds * (link.latency_s + each_bytes / link.fair_bytes_per_s)
-        sides = ((short, long), (short, short), (long, short))
-        products += [Product(m=short, n=n, k=k, count=one.number * steps) for n, k in sides]
-    computed_s = device_s(device, Precision("bf16"), Load(products=tuple(products)))
-    launched_s = _TORCH_OPERATION_S * sum(one.number for one in matrices) * (_UPDATE_OPERATIONS + 3 * steps)
-    return (max(computed_s, launched_s) + exchanged_s) / sum(one.number * one.short * one.long for one in matrices)
+    return step_bytes_per_parameter(job) * _moved_byte_s(device)
 
 
 def gradient_s_per_byte(device: DeviceSpec) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, overload
 
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from pipette_launch.cost.layers.block import FP32_BYTES, Parameters, narrow_bits, narrow_layers
 from pipette_launch.cost.layers.ends import depth_parameters
 from pipette_launch.cost.layers.kinds import blocks_of, kind_parameters
+from pipette_launch.cost.layers.passes import Product
 from pipette_launch.facts.job import OPTIMIZERS, SHARDS_GRADIENTS, Job
 from pipette_launch.facts.layout import Floats, Ints, Layout, LayoutColumns
 from pipette_launch.facts.measurements import Measurements
@@ -33,6 +33,11 @@ _LEAST_UNIT = 1_000_000_000
 """Number of parameters that may wait for their reduction without a flag (FSDP megatron_fsdp.py:375-399)."""
 _BUCKET = 40_000_000
 """Number of parameters in a bucket if layers are not units of FSDP (MC distributed/distributed_data_parallel.py)."""
+_PACKED = (1.1, 4 / 3)
+"""Buffer sizes divided by parameters, dense and of experts, if overlap cuts shards of whole matrices into buckets.
+
+Megatron's own packing of 23 models and numbers of ranks gave 1.05 to 1.46 and 1.01 to 1.67.
+"""
 _ONE_SCALE = ("delayed", "tensorwise")
 """FP8 recipes with one scale for each tensor."""
 _ANY_LAYOUT = (10, 11)
@@ -41,13 +46,6 @@ _FIRST_DUMMY_RELEASE = (0, 14)
 _FIRST_GROUPED_DUMMY = (0, 16)
 _FIRST_OWN_GRADIENTS = (0, 19)
 """First release in which only Megatron-FSDP's own flags choose the type of its gradients."""
-_FIRST_WHOLE_SHARDS = (0, 18)
-"""First release whose buffers have equal shards of whole matrices (MC optimizer/layer_wise_optimizer.py)."""
-_PACKED = (1.1, 4 / 3)
-"""Buffer sizes divided by parameters, dense and of experts, if overlap cuts shards of whole matrices into buckets.
-
-Megatron's own packing of 23 models and numbers of ranks gave 1.05 to 1.46 and 1.01 to 1.67.
-"""
 
 
 @overload
@@ -209,11 +207,14 @@ def _matrix_shapes(
 ) -> frozenset[tuple[int, int]]:
     """Return the shapes of a rank's matrices, which depend only on these degrees."""
     layout = Layout(tp=tp, cp=cp, ep=ep, etp=etp, dp=ep * etp)
-    blocks = [block for kind in {*job.model.layer_kinds} for block in blocks_of(job, layout, kind)]
-    products = (product for block in blocks for product in block.loads().forward.products)
-    return frozenset(
-        (int(one.n), int(one.k)) for one in products if one.is_linear and (counts_experts or not one.is_routed)
-    )
+    linears = (one for kind in {*job.model.layer_kinds} for one in _linears(job, layout, kind))
+    return frozenset((int(one.n), int(one.k)) for one in linears if counts_experts or not one.is_routed)
+
+
+def _linears(job: Job, layout: Layout, kind: LayerKind) -> list[Product]:
+    """Return the products of the forward that belong to the matrices of a layer."""
+    products = (one for block in blocks_of(job, layout, kind) for one in block.loads().forward.products)
+    return [one for one in products if one.is_linear]
 
 
 class Sharding(NamedTuple):
@@ -371,44 +372,19 @@ def _reduces_in_fp32(job: Job) -> bool:
     return is_wide and not job.grad_reduce_in_bf16
 
 
-class Matrix(NamedTuple):
-    """Equal matrices in the layers of the model, as one rank of the own layout holds them."""
-
-    short: int
-    long: int
-    number: float
-    is_expert: bool
-    ranks: int
-    """Number of tensor-parallel ranks that hold a part of each matrix."""
-    kept: int
-    """Length of the side that tensor parallelism does not cut."""
-
-
-@lru_cache(maxsize=64)
-def layer_matrices(job: Job) -> tuple[Matrix, ...]:
-    """List the matrices of all layers. For optimizers of whole matrices all plans have the own tp and etp."""
-    found = []
-    uncut = replace(job.own, tp=1, etp=1, dp=job.own.dp * job.own.tp * job.own.etp)
-    for kind, layers in Counter(job.model.layer_kinds).items():
-        own, whole = (
-            [one for block in blocks_of(job, layout, kind) for one in block.loads().forward.products]
-            for layout in (job.own, uncut)
-        )
-        for one, full in zip(own, whole, strict=True):
-            if one.is_linear:
-                short, long = sorted((int(one.n), int(one.k)))
-                ranks, kept = round(full.n * full.k / (one.n * one.k)), int(one.k if one.k == full.k else one.n)
-                found.append(Matrix(short, long, one.count * layers, one.is_routed, ranks, kept))
-    return tuple(found)
-
-
 @lru_cache(maxsize=64)
 def _largest(job: Job) -> tuple[int, int]:
-    """Return the largest number of parameters, dense and of experts, that the optimizer cannot split over ranks."""
+    """Return the largest number of parameters, dense and of experts, that the optimizer cannot split over ranks.
+
+    For optimizers of whole matrices (Muon, SOAP, Lion) all plans have the own tp and etp.
+    """
     if not OPTIMIZERS[job.optimizer].is_for_matrices:
         return 1, 1
-    sizes = [(one.is_expert, one.short * one.long) for one in layer_matrices(job)]
-    dense, expert = (max((size for of, size in sizes if of == is_expert), default=1) for is_expert in (False, True))
+    linears = [one for kind in {*job.model.layer_kinds} for one in _linears(job, job.own, kind)]
+    dense, expert = (
+        max((int(one.n * one.k) for one in linears if one.is_routed == is_routed), default=1)
+        for is_routed in (False, True)
+    )
     return dense, expert
 
 
@@ -421,30 +397,28 @@ def _share(counts: IntOrInts, ranks: IntOrInts, largest: int) -> Ints:
     return np.where(np.asarray(ranks) > 1, -(-mean // largest) * largest, counts)
 
 
-def has_whole_shards(job: Job) -> bool:
-    """Return True if a separate distributed optimizer of Adam shards all parameters outside the layers' matrices."""
-    return job.release >= _FIRST_WHOLE_SHARDS and job.options.use_layer_wise_param_layout
-
-
 def buffered_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns) -> Ints:
     """Count the elements of the flat buffers for weights and gradients, padded so that all shards are equal.
 
     With the distributed optimizer a bucket ends at a multiple of lcm(d*c, 128), and of 2^16 too with
     `--ddp-pad-buckets-for-high-nccl-busbw` (MC distributed/param_and_grad_buffer.py:638-666). The dense parameters
     count as one bucket, and the experts' parameters as another. Megatron also starts each parameter at a multiple of
-    64, which is left out. Shards of whole matrices are as large as the largest shard.
+    64, which is left out. Shards of whole matrices are as large as the largest shard, unless
+    `--no-use-layer-wise-param-layout` leaves the buffers as they are (MC optimizer/layer_wise_optimizer.py, 0.18 on).
     """
-    is_whole = OPTIMIZERS[job.optimizer].is_for_matrices
-    if is_whole and not has_whole_shards(job):
-        return np.asarray(dense + expert)
     extra = _BUSBW_ALIGNMENT if job.options.ddp_pad_buckets_for_high_nccl_busbw else _SHARD_ALIGNMENT
-    parts = np.zeros_like(dense + expert)
-    groups = zip((dense, expert), (layout.dp * layout.cp, expert_dp(layout)), _largest(job), _PACKED, strict=True)
-    for count, ranks, largest, packed in groups:
-        cut = is_whole * (ranks > 1) * layout.overlap_grad_reduce * np.rint(np.asarray(count) * packed).astype(np.int64)
+    packed = (0.0, 0.0)
+    if OPTIMIZERS[job.optimizer].is_for_matrices:
+        if not job.options.use_layer_wise_param_layout:
+            return np.asarray(dense + expert)
+        packed = _PACKED
+    padded = np.zeros_like(dense + expert)
+    groups = zip((dense, expert), (layout.dp * layout.cp, expert_dp(layout)), _largest(job), packed, strict=True)
+    for count, ranks, largest, growth in groups:
+        cut = np.where((ranks > 1) & (layout.overlap_grad_reduce == 1), np.rint(count * growth), 0).astype(np.int64)
         multiple = np.lcm(ranks, extra)
-        parts = parts + -(-np.maximum(ranks * _share(count, ranks, largest), cut) // multiple) * multiple
-    return np.where(layout.use_distributed_optimizer, parts, dense + expert)
+        padded = padded - (-np.maximum(ranks * _share(count, ranks, largest), cut) // multiple) * multiple
+    return np.where(layout.use_distributed_optimizer, padded, dense + expert)
 
 
 def shard(
@@ -501,9 +475,9 @@ def optimizer_bytes(
     copies gradients that are not fp32 to fp32, which needs another 4 bytes a parameter. The precision-aware optimizer
     instead copies each state that is not fp32 to fp32, for all dense or for all expert parameters at once. The
     optimizer updates dense parameters and expert parameters one after the other (TE 2.8, optimizers/fused_adam.py,
-    step). Muon and similar optimizers leave `ends`, the parameters outside the layers, to Adam. Before 0.18 one rank
-    gets a whole embedding. Only Adam's states can be offloaded: `--optimizer-cpu-offload` needs the precision-aware
-    optimizer, which needs Adam.
+    step). Muon and similar optimizers leave `ends`, the parameters outside the layers, to Adam. With
+    `--no-use-layer-wise-param-layout` one rank gets a whole embedding. Only Adam's states can be offloaded:
+    `--optimizer-cpu-offload` needs the precision-aware optimizer, which needs Adam.
     """
     resident = resident_parameters(job, dense, expert, layout)
     options = job.options
@@ -511,8 +485,8 @@ def optimizer_bytes(
     per_parameter = state_bytes_per_parameter(job)
     states = np.rint(resident * (per_parameter * (1 - offloaded))).astype(np.int64)
     if OPTIMIZERS[job.optimizer].is_for_matrices:
-        outside = np.where(has_whole_shards(job), -(-ends // (layout.dp * layout.cp)), ends)
-        outside = np.where(layout.use_distributed_optimizer, outside, ends)
+        is_split = layout.use_distributed_optimizer * options.use_layer_wise_param_layout
+        outside = np.where(is_split, -(-ends // (layout.dp * layout.cp)), ends)
         states = resident_parameters(job, dense - ends, expert, layout) * per_parameter
         states = states + outside * (OPTIMIZERS["adam"].state_bytes + _master_bytes(job))
     step = 0 if job.model.transformer_impl == "transformer_engine" or job.optimizer == "sgd" else FP32_BYTES
@@ -533,9 +507,10 @@ def state_bytes_per_parameter(job: Job) -> int:
     in fp32 for each side of a matrix (Emerging-Optimizers, soap.py).
     """
     if job.optimizer == "soap":
-        whole = layer_matrices(job)
-        factors = 2 * FP32_BYTES * sum(one.number * (one.short**2 + one.long**2) for one in whole)
-        each = math.ceil(factors / sum(one.number * one.short * one.long for one in whole))
+        kinds = Counter(job.model.layer_kinds).items()
+        matrices = [(one, one.count * layers) for kind, layers in kinds for one in _linears(job, job.own, kind)]
+        factors = 2 * FP32_BYTES * sum(number * (one.n**2 + one.k**2) for one, number in matrices)
+        each = math.ceil(factors / sum(number * one.n * one.k for one, number in matrices))
         return OPTIMIZERS["soap"].state_bytes + _master_bytes(job) + each
     if job.optimizer != "adam" or not job.options.use_precision_aware_optimizer:
         return OPTIMIZERS[job.optimizer].state_bytes + _master_bytes(job)

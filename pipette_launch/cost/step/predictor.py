@@ -24,7 +24,7 @@ from pipette_launch.cost.pipeline.extra import StreamEngine
 from pipette_launch.cost.step.assemble import LAUNCHING, StepTime, stage_times, step_parts, totals_s_K
 from pipette_launch.cost.step.work import LayoutWork, Prices, once_a_step
 from pipette_launch.errors import PlanError
-from pipette_launch.facts.job import ENGINE, LOCAL, RING, Job, flag_of
+from pipette_launch.facts.job import ENGINE, LOCAL, OPTIMIZERS, RING, Job, flag_of
 from pipette_launch.facts.layout import Floats, Ints, Layout
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.schedule import Schedule
@@ -298,8 +298,9 @@ class Predictor:
         if self._measurements.host_bytes_per_s and layout.recompute.offload_modules:
             rate = rate_text(self._measurements.host_bytes_per_s)
             assumed.append(f"Activations go to the host and come back at {rate} each way.")
-        if self._job.optimizer == "soap":
-            assumed.append("--optimizer soap is priced by its memory traffic alone, so the step is too short.")
+        if not OPTIMIZERS[self._job.optimizer].is_elementwise:
+            optimizer = f"--optimizer {self._job.optimizer}"
+            assumed.append(f"{optimizer} is priced by its memory traffic alone, so the step is too short.")
         graphs, has_fixed_shapes = options.graphs, options.moe_pad_expert_input_to_capacity or options.moe_paged_stash
         if self._job.model.num_experts and graphs.impl in (LOCAL, ENGINE) and not (graphs.modules or has_fixed_shapes):
             assumed.append(WHOLE_LAYERS)

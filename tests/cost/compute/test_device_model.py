@@ -29,7 +29,6 @@ from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers.attention import Attention
 from pipette_launch.cost.layers.ends import head_loads
 from pipette_launch.cost.layers.kinds import attention_core_share, kind_loads
-from pipette_launch.cost.layers.parameters import layer_matrices
 from pipette_launch.cost.layers.passes import Load, Product
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.cost.step.step_bounds import BoundColumns
@@ -94,48 +93,6 @@ def test_a_scan_moves_its_bytes_at_its_own_share() -> None:
     assert pass_s(DEVICE, BF16, load) == pytest.approx(200e-6)
     with pytest.raises(FactError, match="scan_share"):
         replace(DEVICE.efficiency, scan_share=0.0)
-
-
-def test_muon_multiplies_matrices() -> None:
-    """One step of five on a matrix of 4096 x 4096 is three products of 4096 each way, for all parameters at once."""
-    model = tiny_model(hidden_size=4096, num_attention_heads=32, num_query_groups=32, kv_channels=128)
-    this = tiny_job(model=replace(model, params_dtype="bf16", ffn_hidden_size=4096), optimizer="muon")
-    product = Product(m=4096, n=4096, k=4096, count=15)
-    rest = replace(this, optimizer="lion")
-
-    more_s = optimizer_s_per_parameter(DEVICE, this) - optimizer_s_per_parameter(DEVICE, rest)
-    assert more_s < 1.1 * device_s(DEVICE, BF16, Load(products=(product,))) / 4096**2
-    assert more_s > 0.7 * device_s(DEVICE, BF16, Load(products=(product,))) / 4096**2
-
-
-def test_muon_launches_operations_for_each_matrix() -> None:
-    """The update takes 12 + 3 * 5 operations of 8 us for each of 4 matrices in 4 small layers."""
-    few, many = (
-        tiny_job(model=tiny_model(num_layers=4, params_dtype="bf16"), optimizer=optimizer)
-        for optimizer in ("lion", "muon")
-    )
-    matrices = layer_matrices(many)
-
-    more_s = optimizer_s_per_parameter(DEVICE, many) - optimizer_s_per_parameter(DEVICE, few)
-    assert sum(one.number for one in matrices) == 4 * 4
-    size = sum(one.number * one.short * one.long for one in matrices)
-    assert more_s * size == pytest.approx(16 * 27 * 8e-6)
-
-
-@pytest.mark.parametrize(
-    ("mode", "rounds", "exchanged_bytes"),
-    [("blockwise", 0, 0), ("duplicated", 4, 4 * 12 * 64**2 // 2), ("distributed", 40, 5 * 4 * 2 * 64**2)],
-)
-def test_muon_exchanges_matrices_that_tensor_parallelism_cuts(mode: str, rounds: int, exchanged_bytes: int) -> None:
-    """With tp 2, a rank sends its fp32 part of 4 matrices once, or two bf16 halves of 4 Gram matrices in 5 steps."""
-    flags = (f"--muon-tp-mode {mode}",)
-    this = tiny_job(model=tiny_model(num_layers=1), own=Layout(tp=2), optimizer="muon", performance_flags=flags)
-    free = replace(DEVICE, within_host=Link(latency_s=0, bytes_per_s=1e30))
-
-    matrices = layer_matrices(this)
-    more_s = optimizer_s_per_parameter(DEVICE, this) - optimizer_s_per_parameter(free, this)
-    size = sum(one.number * one.short * one.long for one in matrices)
-    assert more_s * size == pytest.approx(rounds * LINK.latency_s + exchanged_bytes / LINK.bytes_per_s)
 
 
 @given(m=sizes, n=sizes, k=sizes)

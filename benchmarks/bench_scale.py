@@ -48,7 +48,7 @@ from pipette_launch.defaults import PEER_WAIT_S
 from pipette_launch.facts import Device, Host, Measurements, Plan, Provenance, files
 from pipette_launch.facts.health import DeviceCondition
 from pipette_launch.facts.measurements import LinkSurvey, layers_digest
-from pipette_launch.facts.messages import Decision, NodeRecord
+from pipette_launch.facts.messages import Decision, NodeRecord, RunWarmup
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.options import Options
 from pipette_launch.launch.plan_reports import PlanDocuments, page_of, trace_of
@@ -273,7 +273,7 @@ class Agent:
         """Receive the plan."""
         self.decision = self.warmup.following()
 
-    def after_warmup(self, decision: Decision, failure: str) -> Decision:
+    def after_warmup(self, decision: RunWarmup, failure: str) -> Decision:
         """Plan, as the controller of the first agent does."""
         assert self.coordinator
         return self.coordinator.after_warmup(decision, failure)
@@ -363,8 +363,8 @@ def first(
         after = os.times()
         desk.value = agent.membership._server.port
         decision = agent.decision
-        if name == "meet" and decision and decision.phase == "warmup":
-            order = files.loads(WarmupOrder, decision.probe_options, "order")
+        if name == "meet" and isinstance(decision, RunWarmup):
+            order = files.loads(WarmupOrder, decision.order, "order")
             measure(replace(order, output=str(coordinator.measured_at())))
         text = files.dumps(decision) if decision else ""
         results.put({

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pipette_launch.facts import (
@@ -22,6 +23,7 @@ from pipette_launch.facts import (
 )
 from pipette_launch.facts.job import PerformanceOptions
 from pipette_launch.facts.measurements import CollectiveTime, memory_digest
+from pipette_launch.facts.messages import Node
 from pipette_launch.facts.model import GatedDelta, LatentAttention
 from pipette_launch.megatron.performance import options_of_flags
 
@@ -33,6 +35,12 @@ DELTA_NET = GatedDelta(
     linear_num_value_heads=4,
 )
 """16 channels of keys, 64 of values, 96 convolved, 168 columns of the input projection."""
+
+
+def nodes(*hosts: str, tokens: Sequence[str] = (), num_slots: int = 1) -> tuple[Node, ...]:
+    """Return the nodes of a decision; a token is the name of the host unless `tokens` has others."""
+    pairs = zip(tokens or hosts, hosts, strict=True)
+    return tuple(Node(token=token, host=host, num_slots=num_slots) for token, host in pairs)
 
 
 def tiny_model(**changes: object) -> ModelSpec:

@@ -30,7 +30,7 @@ from pipette_launch.agent.warmup import SETTLE_S, Warmup
 from pipette_launch.defaults import NEWS_S, PEER_WAIT_S, SIGNALLED_S
 from pipette_launch.errors import ClusterError, PipetteError, UsageError
 from pipette_launch.facts.co_location import DeviceBinding, bindings
-from pipette_launch.facts.messages import Decision, Failure
+from pipette_launch.facts.messages import Decision, Failure, RunScript, RunTraining, RunTrial, RunWarmup, Stop
 from pipette_launch.launch.commands import WorkerCommand
 from pipette_launch.launch.node_controller import NodeController
 
@@ -147,7 +147,7 @@ class PipetteAgent(LocalElasticAgent):
         is_numa_bound = getattr(worker_group.spec, "numa_options", None) is not None
         # Without a plan, nodes may have different numbers of slots, and devices keep torchrun's order.
         self._bindings = bindings(ranks, keep_devices=is_numa_bound or decision.choice is None)
-        size, of_role = sum(decision.num_slots), self._ranks_of_role(decision)
+        size, of_role = decision.num_ranks, self._ranks_of_role(decision)
         worker_group.workers = [
             Worker(
                 local,
@@ -174,19 +174,23 @@ class PipetteAgent(LocalElasticAgent):
         """Return the ranks of all workers that have the `--role` of this node, in ascending order."""
         tokens = self._membership.with_own_role(decision.tokens)
         if len(tokens) == len(decision.tokens):
-            return range(sum(decision.num_slots))
+            return range(decision.num_ranks)
         return sorted(rank for token in tokens for rank in decision.ranks_of(token))
 
     # -- the workers ----------------------------------------------------------------------------------------------
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         decision, round_store = self._current()
-        if decision.phase == "stop":
+        if not isinstance(decision, RunWarmup | RunScript):
             raise _NothingToRun
         self._drop_logs()
-        before_training = {"warmup": Warmup, "trial": TrialRun}.get(decision.phase)
-        self._phase = before_training and before_training(self._controller, round_store, decision, self._token)
-        self._first_iteration = FirstIteration(round_store, proven=decision.proven)
+        self._phase = None
+        if isinstance(decision, RunWarmup):
+            self._phase = Warmup(self._controller, round_store, decision, self._token)
+        elif isinstance(decision, RunTrial):
+            self._phase = TrialRun(self._controller, round_store, decision, self._token)
+        training = decision if isinstance(decision, RunTraining) else None
+        self._first_iteration = FirstIteration(round_store, proven=training is not None and training.proven)
         if self._bindings:
             self._set_up(worker_group.spec, decision)
         else:
@@ -194,7 +198,7 @@ class PipetteAgent(LocalElasticAgent):
             # The entrypoint is a program, because torch cannot start zero workers of a function.
             worker_group.spec.entrypoint, worker_group.spec.args = sys.executable, ()
             self._logs_specs = NoLogs()
-        self._attempt = Attempt(index=decision.attempt if decision.phase == "train" else -1, began_s=time.monotonic())
+        self._attempt = Attempt(index=training.attempt if training else -1, began_s=time.monotonic())
         self._failed, self._is_called, self._oom_kills = None, False, workers.oom_kills()
         # torch counts restarts of each node, but the decision counts restarts of the job.
         self._remaining_restarts = decision.restarts_left
@@ -205,7 +209,7 @@ class PipetteAgent(LocalElasticAgent):
         finally:
             self._termination.held_by = 0
 
-    def _set_up(self, spec: WorkerSpec, decision: Decision) -> None:
+    def _set_up(self, spec: WorkerSpec, decision: RunWarmup | RunScript) -> None:
         """Set command, output and variables of the workers."""
         command = self._controller.command(decision)
         spec.entrypoint, spec.args = command.entrypoint, command.arguments
@@ -337,7 +341,7 @@ class PipetteAgent(LocalElasticAgent):
 
     def _end(self, decision: Decision, round_store: RoundStore) -> RunResult:
         """End the job without training, after a dry run or an error."""
-        if decision.failed and self._failed is None:
+        if isinstance(decision, Stop) and decision.failed and self._failed is None:
             raise (UsageError if decision.is_misuse else PipetteError)(decision.reason)
         self._controller.show(decision, speaks=round_store.is_coordinator)
         # torch prints the failure of this node, with the error file, as under torchrun.

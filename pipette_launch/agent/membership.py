@@ -38,7 +38,7 @@ from pipette_launch.agent.store import (
 from pipette_launch.defaults import FIRST_ANSWER_S, HAND_ON_S, HOST_SILENCE_S, PEER_WAIT_S, PROBE_S, PROOF_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
-from pipette_launch.facts.messages import Arrival, Decision, Member, Members, NodeRecord, best_left_out
+from pipette_launch.facts.messages import Arrival, Decision, Member, Members, NodeRecord, best_left_out, read_decision
 
 REJOIN = "rejoin"
 """Answer that sends all agents through torch's rendezvous again, because another node waits in torch's rendezvous."""
@@ -211,11 +211,11 @@ class Membership:
         if self._round_store is not None and leader == self._leader:
             # Call the first agent to the meeting, because it may not know why a meeting is needed.
             desk.put(f"{self._round_store.generation}/alarm", "a meeting")
-        knows = held is None or leader.token in (*held.tokens, *held.standby)
+        knows = held is None or leader.token in held.names
         arrival = Arrival(
             meeting=self._num_meetings,
             record=record,
-            held=None if knows else held,
+            held="" if knows or held is None else files.dumps(held),
             out_of_reach=tuple(sorted(self._out_of_reach)),
         )
         desk.put(f"arrival/{self._own.token}", files.dumps(arrival))
@@ -245,7 +245,7 @@ class Membership:
             reader=reader,
             signer=self._signer,
         )
-        decision = files.loads(Decision, reader.read("decision", round_store), "decision of the first node")
+        decision = read_decision(reader.read("decision", round_store), "decision of the first node")
         known = files.loads(Members, reader.read("members", round_store), "list of nodes")
         self._desk.drop("round")
         self._leader, self._leader_store = leader, store
@@ -313,12 +313,13 @@ class Membership:
         self._check_reach([member for member in self._members if member.token in arrivals])
         here = tuple(member for member in self._members if member == self._own or member.token in arrivals)
         records = [record if member == self._own else arrivals[member.token].record for member in here]
-        held = held or next((arrival.held for arrival in arrivals.values() if arrival.held), None)
+        held = held or next((read_decision(one.held, "an arrival") for one in arrivals.values() if one.held), None)
         missed = {token: arrival.out_of_reach for token, arrival in arrivals.items()}
         missed[self._own.token] = tuple(self._out_of_reach)
         pairs = {(min(one, peer), max(one, peer)) for one, peers in missed.items() for peer in peers if peer in missed}
         cut = tuple(sorted(pairs))
-        lost = held.by_host(self._lost | out_of_reach(here, cut, standby=held.standby)) if held else {}
+        standby = [node.token for node in held.standby] if held else []
+        lost = held.by_host(self._lost | out_of_reach(here, cut, standby=standby)) if held else {}
         decision = decide(records, held, lost)
         known = Members(generation=f"{self._own.token[:8]}-{self._num_meetings}", members=here, cut=cut)
         round_store = RoundStore(

@@ -402,13 +402,13 @@ def reports(
     """
     ends_s = time.monotonic() + patience_s
     found, absent = [], []
-    for host, token in zip(decision.hosts, decision.tokens, strict=True):
+    for node in decision.nodes:
         left_s = max(ends_s - time.monotonic(), 0.0)
         try:
-            text = round_store.take(f"{prefix}/{token}", what=f"a report of {host}", deadline_s=left_s)
-            found.append(files.loads(kind, text, f"report of {host}"))
+            text = round_store.take(f"{prefix}/{node.token}", what=f"a report of {node.host}", deadline_s=left_s)
+            found.append(files.loads(kind, text, f"report of {node.host}"))
         except ClusterError:
-            absent.append(host)
+            absent.append(node.host)
     return found, absent
 
 

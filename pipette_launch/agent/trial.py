@@ -28,7 +28,7 @@ from pipette_launch.defaults import FIRST_ITERATION_S, HUNG_S, NEXT_S, TRIAL_REP
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 from pipette_launch.facts.co_location import DeviceBinding
-from pipette_launch.facts.messages import Decision, Failure, TrialReport
+from pipette_launch.facts.messages import Decision, Failure, RunTrial, TrialReport, read_decision
 from pipette_launch.launch.node_controller import NodeController
 
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
@@ -36,19 +36,19 @@ HUNG_STEPS = 20
 """If this number of steps is predicted to take longer than `HUNG_S`, the trial waits for the predicted time instead."""
 
 
-def patience_s(decision: Decision) -> tuple[float, float]:
+def patience_s(decision: RunTrial) -> tuple[float, float]:
     """Return how long to wait for the first iteration, and for each later iteration, before a trial counts as hung."""
-    num_ranks = sum(decision.num_slots)
-    runs = decision.choice or (decision.plan.own if decision.plan else None)
-    steps_s = HUNG_STEPS * runs.step_time_s if runs else 0.0
+    num_ranks = decision.num_ranks
+    steps_s = HUNG_STEPS * (decision.choice or decision.plan.own).step_time_s
     return FIRST_ITERATION_S.of(num_ranks) + steps_s, max(HUNG_S, steps_s)
 
 
 class TrialRun(PhaseBeforeTraining):
     """A trial, as one agent runs it on its node."""
 
-    def __init__(self, controller: NodeController, round_store: RoundStore, decision: Decision, token: str) -> None:
+    def __init__(self, controller: NodeController, round_store: RoundStore, decision: RunTrial, token: str) -> None:
         super().__init__(controller, round_store, decision, token)
+        self._trial = decision
         self._streams: Streams | None = None
         self._heard_s = self._began_s
         """Time of the last iteration, or of the start of the trial."""
@@ -93,14 +93,14 @@ class TrialRun(PhaseBeforeTraining):
             self._end(processes)
             if store.is_coordinator:
                 self._decide()
-            next_s = NEXT_S.of(sum(self._decision.num_slots))
+            next_s = NEXT_S.of(self._decision.num_ranks)
             what = "the decision after the trial"
             text = store.take(f"{key}/next", what=what, deadline_s=next_s, reader=store.reader)
         except RoundOver:
             self._kill(processes)
             raise
         self.absent = tuple((store.peek(f"{key}/absent") or "").split())
-        self._next = None if self.absent else files.loads(Decision, text, "decision after the trial")
+        self._next = None if self.absent else read_decision(text, "decision after the trial")
         return True
 
     def following(self) -> Decision:
@@ -116,7 +116,7 @@ class TrialRun(PhaseBeforeTraining):
             return True
         codes = {local: process.poll() for local, process in processes.items()}
         failure = None
-        if len(self._step_s) < decision.iterations:
+        if len(self._step_s) < self._trial.iterations:
             if any(codes.values()):
                 failure = self._describe(codes, bindings)
             elif self._is_late(bindings):
@@ -135,11 +135,11 @@ class TrialRun(PhaseBeforeTraining):
 
     def _is_late(self, bindings: Sequence[DeviceBinding]) -> bool:
         """Return whether an iteration is overdue. Nodes without the last rank see no iterations and wait longer."""
-        first_s, next_s = patience_s(self._decision)
+        first_s, next_s = patience_s(self._trial)
         silent_s = time.monotonic() - self._heard_s
-        if any(binding.rank == sum(self._decision.num_slots) - 1 for binding in bindings):
+        if any(binding.rank == self._decision.num_ranks - 1 for binding in bindings):
             return silent_s > (next_s if self._step_s else first_s)
-        return silent_s > first_s + self._decision.iterations * next_s
+        return silent_s > first_s + self._trial.iterations * next_s
 
     def _describe(self, codes: Mapping[int, int | None], bindings: Sequence[DeviceBinding]) -> Failure:
         """Return the failure of a dead worker. A dead worker whose reason is known comes before other dead workers."""
@@ -178,5 +178,5 @@ class TrialRun(PhaseBeforeTraining):
                 failure=files.loads(TrialReport, end, "how the trial ended").failure if end else None,
                 took_s=max(report.took_s for report in found),
             )
-            following = files.dumps(self._controller.after_trial(decision, whole))
+            following = files.dumps(self._controller.after_trial(self._trial, whole))
         store.put(f"{key}/next", following)

@@ -30,7 +30,7 @@ from pipette_launch.defaults import ALARM_REPORT_S, PEER_WAIT_S, VERDICT_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 from pipette_launch.facts.co_location import DeviceBinding
-from pipette_launch.facts.messages import Decision, exit_words
+from pipette_launch.facts.messages import Decision, RunWarmup, exit_words, read_decision
 from pipette_launch.launch.node_controller import NodeController
 from pipette_launch.text import counted, listed
 
@@ -204,8 +204,9 @@ class _Pulse(NamedTuple):
 class Warmup(PhaseBeforeTraining):
     """The warm-up, as one agent runs it on its node."""
 
-    def __init__(self, controller: NodeController, round_store: RoundStore, decision: Decision, token: str) -> None:
+    def __init__(self, controller: NodeController, round_store: RoundStore, decision: RunWarmup, token: str) -> None:
         super().__init__(controller, round_store, decision, token)
+        self._ordered = decision
         self._sampled_s = self._began_s
         self._pulses: dict[int, _Pulse] = defaultdict(lambda: _Pulse(0.0, 0.0, time.monotonic()))
         self._overdue: set[int] = set()
@@ -256,12 +257,12 @@ class Warmup(PhaseBeforeTraining):
             self._hand_over()
         if store.is_coordinator:
             failure = self.failure
-            if self._token in self._decision.standby:
+            if self._token not in self._decision.tokens:
                 failure = store.peek("warmup-failed") or self._take_over()
-            store.put("plan", files.dumps(self._controller.after_warmup(self._decision, failure)))
+            store.put("plan", files.dumps(self._controller.after_warmup(self._ordered, failure)))
         deadline_s = PEER_WAIT_S + self._controller.warmup_deadline_s
         text = store.take("plan", what="the plan of the first node", deadline_s=deadline_s, reader=store.reader)
-        return files.loads(Decision, text, "plan of the first node")
+        return read_decision(text, "plan of the first node")
 
     def _hand_over(self) -> None:
         """Publish the measurements for a deciding node that ran no warm-up workers."""
@@ -332,7 +333,7 @@ class Warmup(PhaseBeforeTraining):
         store, decision, token = self._round_store, self._decision, self._token
         store.put("warmup-alarm", "yes")
         time.sleep(SETTLE_S)
-        host, num_ranks = decision.hosts[decision.tokens.index(token)], sum(decision.num_slots)
+        host, num_ranks = decision.hosts[decision.tokens.index(token)], decision.num_ranks
         first_slot = min(decision.ranks_of(token))
         report = NodeReport(
             workers=tuple(self._state(local, processes[local], host, first_slot) for local in sorted(processes)),

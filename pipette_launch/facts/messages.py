@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import compress
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, TypeVar
+
+from typing_extensions import Self
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.cluster import Host
-from pipette_launch.facts.files import check_numbers
+from pipette_launch.facts.files import check_numbers, loads
 from pipette_launch.facts.health import DeviceCondition
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import CollectiveKind, Measurements
 from pipette_launch.facts.plan import Choice, Plan, Shortage
 
+SomeDecision = TypeVar("SomeDecision", bound="Decision")
 FailureKind = Literal[
     "out-of-memory", "out-of-host-memory", "unknown-flags", "refused-flag", "missing", "exception", "other"
 ]
@@ -170,104 +173,88 @@ class NodeRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """One agent of a round, and the host on which it runs."""
+
+    token: str
+    """Identifier of the agent."""
+    host: str
+    """Unique name of the host."""
+    num_slots: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_slots <= MOST_SLOTS:
+            raise FactError(f"num_slots must be from 0 to {MOST_SLOTS}, got {self.num_slots}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The next phase of a job. All agents of a round (the agents that agreed to run together) get the same decision."""
+    """Common part of all decisions: the nodes of a round, and what a round takes over from the round before.
 
-    KIND: ClassVar[str] = "decision"
+    All agents of a round (the agents that agreed to run together) get the same decision about the job's next phase:
+    `RunWarmup`, `RunTrial`, `RunTraining` or `Stop`.
+    """
 
-    phase: Literal["warmup", "trial", "train", "stop"]
-    tokens: tuple[str, ...]
-    """Tokens (identifiers) of the agents that run workers, in torchrun's order."""
-    hosts: tuple[str, ...]
-    """Unique host names of the agents that run workers."""
-    num_slots: tuple[int, ...]
-    standby: tuple[str, ...] = ()
-    """Tokens (identifiers) of the agents without workers (on standby), in torchrun's order."""
-    standby_hosts: tuple[str, ...] = ()
-    """Unique host names of the agents on standby."""
-    plan: Plan | None = None
-    attempt: int = 0
-    """Index of the candidate to run. An index past the last candidate means the user's own configuration."""
-    trial: int = 0
-    """Index of the trial: 0 is the user's own configuration, and i is the i-th plan that competes."""
-    iterations: int = 0
-    """Number of iterations of a trial, including warm-up iterations."""
-    proven: bool = False
-    """True if the candidate has trained. A later failure of this candidate does not mean that its plan cannot start."""
-    script_arguments: tuple[str, ...] | None = None
-    """Arguments of the script. With None, the script gets the user's own arguments, unchanged."""
-    failures: tuple[Failure, ...] = ()
-    """Failures of earlier candidates that could not start. Each node reports one failure."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """Environment variables of the workers, in addition to torchrun's."""
-    patches: tuple[str, ...] = ()
+    KIND: ClassVar[str]
+    phase: ClassVar[str] = ""
+
+    nodes: tuple[Node, ...]
+    """Nodes that run workers, in torchrun's order."""
+    standby: tuple[Node, ...] = ()
+    """Nodes without workers, in torchrun's order."""
     reason: str = ""
     """Sentence for the user about this decision. The text is empty if there is nothing to say."""
-    failed: bool = False
-    """In phase `stop`: True if a failure stops the job, False if the job is complete."""
-    is_misuse: bool = False
-    """True if the user's own flags caused the failure. The exit code is then the exit code of argparse."""
     restarts_left: int = 0
     """Number of failures that may still restart the job. Lost hosts and plans that cannot start do not count."""
-    is_refitted: bool = False
-    """True if an earlier plan was fitted to the hosts of this decision. `reason` names the earlier plan."""
     iteration: int = 0
     """Last iteration that any node printed before this decision. 0 = before the training."""
     shortage: Shortage | None = None
     """Plan with the least predicted need among plans of similar jobs that ran out of memory. None = no plan."""
-    probe_options: str = ""
-    """Options of the warm-up as a document of `probe`. The text is empty if the phase is not the warm-up."""
-    only_links: bool = False
-    """True if the warm-up measures only links, because the job cannot be planned."""
-    host_order: tuple[str, ...] = ()
-    """Names of `hosts` in the order of their ranks, for a training without a plan. Empty = torchrun's order."""
 
     def __post_init__(self) -> None:
-        if not len(self.tokens) == len(self.hosts) == len(self.num_slots):
-            raise FactError(f"{len(self.tokens)} agents, {len(self.hosts)} hosts, {len(self.num_slots)} slot counts")
-        if not all(0 <= count <= MOST_SLOTS for count in self.num_slots):
-            raise FactError(f"num_slots must be from 0 to {MOST_SLOTS} each, got {max(self.num_slots, key=abs)}")
-        if len(self.standby) != len(self.standby_hosts) or set(self.standby) & set(self.tokens):
-            raise FactError(f"{len(self.standby)} agents on standby, but {len(self.standby_hosts)} other hosts")
-        most = len(self.plan.contenders()) if self.plan and self.phase == "trial" else self.trial
-        if self.attempt < 0 or not 0 <= self.trial <= most:
-            raise FactError(f"attempt={self.attempt} or trial={self.trial} does not exist in the plan")
-        if self.host_order and (self.plan or sorted(self.host_order) != sorted(self.hosts)):
-            raise FactError(f"host_order has {', '.join(self.host_order)}, but {', '.join(self.hosts)} have workers")
-        if self.plan and self.choice and self.phase in ("trial", "train") and not set(self.hosts) <= {*self.plan.hosts}:
-            raise FactError(f"the plan is for {', '.join(self.plan.hosts)}, not for {', '.join(self.hosts)}")
+        if len(self.names) < len(self.nodes) + len(self.standby):
+            raise FactError("an agent is named twice among the nodes of a decision")
+
+    @classmethod
+    def of(cls, common: Decision, **own: Any) -> Self:
+        """Make a decision of this class with the common part of another decision, and with fields of its own."""
+        return cls(**{field.name: getattr(common, field.name) for field in fields(Decision)} | own)
 
     @property
     def choice(self) -> Choice | None:
-        """Candidate to run. With None, the workers run the user's own configuration in torchrun's order."""
-        if self.plan is not None and self.phase == "trial":
-            return self.plan.contenders()[self.trial - 1] if self.trial else None
-        candidates = self.plan.candidates() if self.plan else ()
-        return candidates[self.attempt] if self.attempt < len(candidates) else None
+        """Candidate to run. With None, the workers run the user's own configuration, or a warm-up."""
+        return None
 
     @property
     def key(self) -> str:
         """Name of this phase, unique within a round."""
-        return f"trial-{self.trial}" if self.phase == "trial" else self.phase
+        return self.phase
 
-    def leaving_out(self, names: Collection[str]) -> Decision:
-        """Return the decision with some hosts on standby. Hosts on standby run no workers."""
-        leaves = [host in names for host in self.hosts]
-        stays = [not leaving for leaving in leaves]
-        return replace(
-            self,
-            tokens=tuple(compress(self.tokens, stays)),
-            hosts=tuple(compress(self.hosts, stays)),
-            host_order=tuple(host for host in self.host_order if host not in names),
-            num_slots=tuple(compress(self.num_slots, stays)),
-            standby=(*self.standby, *compress(self.tokens, leaves)),
-            standby_hosts=(*self.standby_hosts, *compress(self.hosts, leaves)),
-        )
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Identifiers of the agents that run workers, in torchrun's order."""
+        return tuple(node.token for node in self.nodes)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names of the hosts that run workers, in torchrun's order."""
+        return tuple(node.host for node in self.nodes)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of workers on all nodes."""
+        return sum(node.num_slots for node in self.nodes)
 
     @property
     def names(self) -> dict[str, str]:
         """Host name of each agent, by token."""
-        return dict(zip((*self.tokens, *self.standby), (*self.hosts, *self.standby_hosts), strict=True))
+        return {node.token: node.host for node in (*self.nodes, *self.standby)}
+
+    def leaving_out(self, hosts: Collection[str]) -> Decision:
+        """Return the common part of the decision with some hosts on standby. Hosts on standby run no workers."""
+        leaving = tuple(node for node in self.nodes if node.host in hosts)
+        staying = tuple(node for node in self.nodes if node.host not in hosts)
+        return Decision.of(self, nodes=staying, standby=(*self.standby, *leaving))
 
     def by_host(self, by_token: Mapping[str, str]) -> dict[str, str]:
         """Replace agents' tokens by host names. Unknown tokens are dropped."""
@@ -276,26 +263,156 @@ class Decision:
 
     def tokens_of(self, hosts: Collection[str]) -> list[str]:
         """Return the tokens of the agents with workers on these hosts."""
-        return [token for token, host in zip(self.tokens, self.hosts, strict=True) if host in hosts]
+        return [node.token for node in self.nodes if node.host in hosts]
 
     def place_of(self, token: str) -> int:
         """Return the GROUP_RANK of an agent. Agents on standby come after all agents with workers."""
-        return (*self.tokens, *self.standby).index(token)
+        return [*self.names].index(token)
 
     def ranks_of(self, token: str) -> tuple[int, ...]:
         """Return the RANK of each local device of an agent. The result is empty for an agent on standby."""
-        if token in self.standby:
-            return ()
-        here = self.tokens.index(token)
-        choice = self.choice if self.phase in ("trial", "train") else None
+        return _successive_ranks(self.nodes, token)
+
+
+def _successive_ranks(nodes: Sequence[Node], token: str) -> tuple[int, ...]:
+    """Return the ranks of an agent if the nodes take successive ranks in this order."""
+    first = 0
+    for node in nodes:
+        if node.token == token:
+            return tuple(range(first, first + node.num_slots))
+        first += node.num_slots
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunWarmup(Decision):
+    """The decision to measure the hosts."""
+
+    KIND: ClassVar[str] = "decision-warmup"
+    phase: ClassVar[str] = "warmup"
+
+    order: str
+    """Options of the warm-up as a document of `probe`."""
+    only_links: bool = False
+    """True if the warm-up measures only links, because the job cannot be planned."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunScript(Decision):
+    """Common part of the decisions to run the user's script: for a trial, or for the training."""
+
+    plan: Plan | None
+    """Plan of the candidate to run. None = the job has no plan, and the user's own configuration runs."""
+    script_arguments: tuple[str, ...] | None = None
+    """Arguments of the script. With None, the script gets the user's own arguments, unchanged."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the workers, in addition to torchrun's."""
+    patches: tuple[str, ...] = ()
+
+    def ranks_of(self, token: str) -> tuple[int, ...]:
+        """Return the RANK of each local device of an agent. The result is empty for an agent on standby."""
+        choice, host = self.choice, next((node.host for node in self.nodes if node.token == token), None)
         if choice is None or self.plan is None:
-            name = self.hosts[here]
-            before = set(self.host_order[: self.host_order.index(name)] if self.host_order else self.hosts[:here])
-            first = sum(count for host, count in zip(self.hosts, self.num_slots, strict=True) if host in before)
-            return tuple(range(first, first + self.num_slots[here]))
-        size = self.plan.devices_per_host
-        host = self.plan.hosts.index(self.hosts[here])
-        return choice.placement[host * size : (host + 1) * size]
+            return Decision.ranks_of(self, token)
+        if host is None:
+            return ()
+        size, index = self.plan.devices_per_host, self.plan.hosts.index(host)
+        return choice.placement[index * size : (index + 1) * size]
+
+    def _check_hosts(self) -> None:
+        if self.plan and self.choice and not {*self.hosts} <= {*self.plan.hosts}:
+            raise FactError(f"the plan is for {', '.join(self.plan.hosts)}, not for {', '.join(self.hosts)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunTrial(RunScript):
+    """The decision to run a candidate for a few iterations."""
+
+    KIND: ClassVar[str] = "decision-trial"
+    phase: ClassVar[str] = "trial"
+
+    plan: Plan
+    trial: int
+    """Index of the trial: 0 is the user's own configuration, and i is the i-th plan that competes."""
+    iterations: int
+    """Number of iterations, including warm-up iterations."""
+
+    def __post_init__(self) -> None:
+        Decision.__post_init__(self)
+        if not 0 <= self.trial <= len(self.plan.contenders()):
+            raise FactError(f"trial={self.trial} does not exist in the plan")
+        self._check_hosts()
+
+    @property
+    def choice(self) -> Choice | None:
+        """Candidate to run. With None, the workers run the user's own configuration in torchrun's order."""
+        return self.plan.contenders()[self.trial - 1] if self.trial else None
+
+    @property
+    def key(self) -> str:
+        """Name of this phase, unique within a round."""
+        return f"trial-{self.trial}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunTraining(RunScript):
+    """The decision to train."""
+
+    KIND: ClassVar[str] = "decision-train"
+    phase: ClassVar[str] = "train"
+
+    attempt: int = 0
+    """Index of the candidate to run. An index past the last candidate means the user's own configuration."""
+    proven: bool = False
+    """True if the candidate has trained. A later failure of this candidate does not mean that its plan cannot start."""
+    failures: tuple[Failure, ...] = ()
+    """Failures of earlier candidates that could not start. Each node reports one failure."""
+    is_refitted: bool = False
+    """True if an earlier plan was fitted to the hosts of this decision. `reason` names the earlier plan."""
+    host_order: tuple[str, ...] = ()
+    """Names of `hosts` in the order of their ranks, for a training without a plan. Empty = torchrun's order."""
+
+    def __post_init__(self) -> None:
+        Decision.__post_init__(self)
+        if self.attempt < 0:
+            raise FactError(f"attempt={self.attempt} does not exist in the plan")
+        if self.host_order and (self.plan or sorted(self.host_order) != sorted(self.hosts)):
+            raise FactError(f"host_order has {', '.join(self.host_order)}, but {', '.join(self.hosts)} have workers")
+        self._check_hosts()
+
+    @property
+    def choice(self) -> Choice | None:
+        """Candidate to run. With None, the workers run the user's own configuration in torchrun's order."""
+        candidates = self.plan.candidates() if self.plan else ()
+        return candidates[self.attempt] if self.attempt < len(candidates) else None
+
+    def ranks_of(self, token: str) -> tuple[int, ...]:
+        """Return the RANK of each local device of an agent. The result is empty for an agent on standby."""
+        if not self.host_order:
+            return RunScript.ranks_of(self, token)
+        return _successive_ranks(sorted(self.nodes, key=lambda node: self.host_order.index(node.host)), token)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stop(Decision):
+    """The decision to end the job."""
+
+    KIND: ClassVar[str] = "decision-stop"
+    phase: ClassVar[str] = "stop"
+
+    failed: bool = False
+    """True if a failure stops the job, False if the job is complete."""
+    is_misuse: bool = False
+    """True if the user's own flags caused the failure. The exit code is then the exit code of argparse."""
+    unrun: RunTraining | None = None
+    """Training that a dry run shows instead of running it. None = no dry run, or no plan."""
+
+
+def read_decision(text: str, source: str) -> Decision:
+    """Read a decision from JSON text; raises FileFormatError, which names `source`, for any other text."""
+    found = re.match(r'\{"kind": ?"([a-z-]+)"', text)
+    kinds = {kind.KIND: kind for kind in (RunWarmup, RunTrial, RunTraining, Stop)}
+    return loads(kinds.get(found[1] if found else "", RunTraining), text, source)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -357,8 +474,8 @@ class Arrival:
     meeting: int
     """Number of meetings that this agent has attended, which distinguishes answers to this arrival from older ones."""
     record: NodeRecord
-    held: Decision | None
-    """Last decision that this agent got, which the deciding agent may not know."""
+    held: str = ""
+    """Document of the last decision that this agent got. Empty = the deciding agent knows this decision."""
     out_of_reach: tuple[str, ...] = ()
     """Tokens (identifiers) of the agents that this agent could not reach."""
 

@@ -14,7 +14,7 @@ from pipette_launch import defaults, megatron
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import ComputeCase, Host, Job, files, schedule
 from pipette_launch.facts.co_location import Domains
-from pipette_launch.facts.messages import Decision
+from pipette_launch.facts.messages import RunScript
 from pipette_launch.launch.options import Options
 from pipette_launch.probe.messages import TINY_BYTES, WarmupOrder
 
@@ -135,7 +135,7 @@ def _python() -> str:
 
 
 def training(
-    decision: Decision, options: Options, script: WorkerCommand, *, folder: Callable[[], Path]
+    decision: RunScript, options: Options, script: WorkerCommand, *, folder: Callable[[], Path]
 ) -> WorkerCommand:
     """Return the command that runs the user's script under a decision; `folder` makes a private folder for a schedule.
 

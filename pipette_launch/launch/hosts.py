@@ -17,7 +17,7 @@ from pipette_launch.errors import ClusterError, PipetteError, UsageError
 from pipette_launch.facts import Host, Layout, Measurements
 from pipette_launch.facts.health import Verdict
 from pipette_launch.facts.layout import Degrees
-from pipette_launch.facts.messages import Decision, NodeRecord, best_left_out
+from pipette_launch.facts.messages import NodeRecord, RunTraining, best_left_out
 from pipette_launch.launch.options import OnSick, Options
 from pipette_launch.probe.health import inventory
 from pipette_launch.text import joined, plural
@@ -256,12 +256,12 @@ def orders_hosts(options: Options, num_hosts: int) -> bool:
     return may_go_on and num_hosts > 2 and not megatron.binds_hosts(options.script_arguments)
 
 
-def in_order_of_links(bare: Decision, measured: Measurements, options: Options) -> Decision:
+def in_order_of_links(bare: RunTraining, measured: Measurements, options: Options) -> RunTraining:
     """Order the hosts of a training without a plan by their links; the reason of the decision has the gain."""
     # Import the search only here, because a start with a cached plan does not search.
     from pipette_launch.search.placement import order_hosts
 
-    names, num_ranks = [host.name for host in measured.cluster.hosts], sum(bare.num_slots)
+    names, num_ranks = [host.name for host in measured.cluster.hosts], bare.num_ranks
     given_H = np.array([names.index(host) for host in bare.hosts])
     stated = megatron.stated_layout(options.script_arguments, num_ranks)
     layout = stated or Layout(dp=num_ranks)
@@ -278,16 +278,10 @@ def in_order_of_links(bare: Decision, measured: Measurements, options: Options) 
     return replace(bare, host_order=order, reason=joined(bare.reason, reason))
 
 
-def in_held_order(bare: Decision, held: Sequence[str]) -> Decision:
+def in_held_order(bare: RunTraining, held: Sequence[str]) -> RunTraining:
     """Keep the order of the remaining hosts of a training without a plan; hosts that came later are last."""
     if not held:
         return replace(bare, reason=joined(bare.reason, AS_TORCHRUN))
     order = (*(host for host in held if host in bare.hosts), *(host for host in bare.hosts if host not in held))
     reason = "training with your own configuration, on the remaining hosts in the same order"
     return replace(bare, host_order=order, reason=joined(bare.reason, reason))
-
-
-def apart(bare: Decision, hosts: tuple[Host, ...], ruling: Ruling) -> tuple[Decision, tuple[Host, ...]]:
-    """Put the ruling's hosts on standby. Return the decision and the hosts that remain for training."""
-    rest = tuple(host for host in hosts if host.name not in ruling.on_standby)
-    return bare.leaving_out(ruling.on_standby), rest

@@ -13,7 +13,7 @@ from pipette_launch.errors import MegatronError, PipetteError, PlanError
 from pipette_launch.facts import Host, Job, Measurements, Plan, files
 from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.measurements import without_hosts
-from pipette_launch.facts.messages import Decision, NodeRecord
+from pipette_launch.facts.messages import Decision, NodeRecord, RunScript, RunTraining
 from pipette_launch.facts.plan import Shortage, in_order_of, lower
 from pipette_launch.launch import cache
 from pipette_launch.launch.cache import CLUSTER, PLAN, Cache, ShortageFile
@@ -217,12 +217,12 @@ class Planner:
 
     def recall(self, held: Decision, records: Sequence[NodeRecord]) -> None:
         """Load the measurements of the plan in use, and record a shortage if the last attempt ran out of memory."""
-        plan = held.plan
+        plan = held.plan if isinstance(held, RunScript) else None
         if self.surveyed is None and plan is not None:
             self.surveyed = Cache(self._options.cache, plan.provenance.key).measurements()
         self.shortage = lower(self.shortage, held.shortage)
         # Skip a plan file that the user named, because it may predict the memory of other machines.
-        if held.phase != "train" or plan is None or self._options.plan is not None:
+        if not isinstance(held, RunTraining) or plan is None or self._options.plan is not None:
             return
         # A plan for GPUs predicts GPU memory only, so a host that ran out of RAM proves nothing.
         kinds = ("out-of-memory",) if plan.device_kind == "cuda" else ("out-of-memory", "out-of-host-memory")
@@ -237,7 +237,7 @@ class Planner:
         if host is None or self.shortage is not found:
             return
         try:
-            job = self.read_job(sum(held.num_slots), plan.device_kind)
+            job = self.read_job(held.num_ranks, plan.device_kind)
         except PipetteError as error:
             logger.warning("the shortage of memory (%s) cannot be kept for later jobs: %s", found.sentence, error)
             return

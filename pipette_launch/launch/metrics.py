@@ -21,7 +21,7 @@ from pipette_launch import __version__
 from pipette_launch.errors import FileFormatError, UsageError
 from pipette_launch.facts import Measurements, files
 from pipette_launch.facts.health import Verdict
-from pipette_launch.facts.messages import Decision
+from pipette_launch.facts.messages import Decision, RunScript, Stop
 from pipette_launch.facts.outcome import LiveJob
 from pipette_launch.launch.cache import CLUSTER, PLAN, Cache, default_root, distrust
 from pipette_launch.megatron.logs import Iteration
@@ -82,7 +82,9 @@ class MetricsFile:
 
     def decided(self, decision: Decision, cache: Cache, *, decides: bool) -> None:
         """Note a decision. `cache` is the folder of the decision's plan, and `decides` is true on the deciding node."""
-        before, plan = self.known, decision.plan
+        before = self.known
+        shown = decision.unrun if isinstance(decision, Stop) else decision
+        plan = shown.plan if isinstance(shown, RunScript) else None
         phase = PHASES.get(decision.phase, before.phase) if decides else ""
         self._num_trainings += decision.phase == "train"
         changes: dict[str, Any] = {name: getattr(EMPTY, name) for name in OF_ATTEMPT}
@@ -93,8 +95,8 @@ class MetricsFile:
             "nodes": len(decision.hosts),
             "restarts": max(self._num_trainings - 1, 0),
         }
-        if plan is not None:
-            choice = decision.choice or plan.own
+        if shown is not None and plan is not None:
+            choice = shown.choice or plan.own
             rate, memory = choice.rate, choice.memory_shown
             changes |= {
                 "key": plan.provenance.key,

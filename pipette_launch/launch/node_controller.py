@@ -18,7 +18,17 @@ from threading import Event, Thread
 from pipette_launch import megatron
 from pipette_launch.defaults import FILES_S, START_S
 from pipette_launch.facts import Choice, files
-from pipette_launch.facts.messages import AttemptEnd, Decision, Failure, NodeRecord, TrialReport
+from pipette_launch.facts.messages import (
+    AttemptEnd,
+    Decision,
+    Failure,
+    NodeRecord,
+    RunScript,
+    RunTraining,
+    RunTrial,
+    RunWarmup,
+    TrialReport,
+)
 from pipette_launch.facts.outcome import Outcome, PeakReading
 from pipette_launch.launch import commands
 from pipette_launch.launch.cache import CLUSTER, OUTCOME, Cache
@@ -192,7 +202,7 @@ class NodeController:
         self._metrics.lost(lost or ())
         return self._coordinator.decide(records, held, lost)
 
-    def after_warmup(self, decision: Decision, failure: str) -> Decision:
+    def after_warmup(self, decision: RunWarmup, failure: str) -> Decision:
         """Make a plan from the measurements, and print how long the warm-up and the planning took."""
         began_s = time.monotonic()
         self._terminal.begin("choosing a plan, {:.0f} s".format)
@@ -207,7 +217,7 @@ class NodeController:
             self._terminal.say(parts_words(measured.phase_s, plan_s=now_s - began_s, total_s=total_s))
         return following
 
-    def after_trial(self, decision: Decision, report: TrialReport) -> Decision:
+    def after_trial(self, decision: RunTrial, report: TrialReport) -> Decision:
         """Return the decision to run the next trial, or to train."""
         return self._coordinator.after_trial(decision, report)
 
@@ -224,7 +234,7 @@ class NodeController:
             return
         try:
             self._terminal.tell(decision, self._coordinator.planner.measurements, self._cache)
-            if decision.phase == "trial":
+            if isinstance(decision, RunTrial):
                 asked = self._options.trials
                 self._terminal.begin(
                     lambda elapsed_s: trial_progress(decision, self._num_iterations, elapsed_s, asked=asked)
@@ -239,35 +249,35 @@ class NodeController:
         self._tracker, self._running, self._saved_before, self._num_iterations = None, None, "", 0
         self._recovery.decided(decision)
         self._slowdown, self.slowed = None, ""
-        if decision.phase == "train" and self._options.watch != "off":
+        if isinstance(decision, RunTraining) and self._options.watch != "off":
             restarts = self._options.watch == "restart" and self._options.plan is None
             self._slowdown = Slowdown(self._options.watch_limit, restarts=restarts)
-        if decision.phase == "warmup":
-            self._measured_from_s, num_ranks = time.monotonic(), sum(decision.num_slots)
+        if isinstance(decision, RunWarmup):
+            self._measured_from_s, num_ranks = time.monotonic(), decision.num_ranks
             # The limit exceeds the budget: workers may start late, and a phase may end after the budget.
             self.warmup_deadline_s = wait_s(num_ranks, START_S.of(num_ranks)) + wait_s(
                 num_ranks, self._options.budget_s
             )
-        plan = decision.plan
-        if plan is None or decision.phase != "train":
+        plan = decision.plan if isinstance(decision, RunTraining) else None
+        if plan is None:
             return
         runs = decision.choice or plan.own
         self._tracker = OutcomeTracker(plan.provenance.key, runs)
-        self._running = runs, decision.ranks_of(self._token) if self._token in decision.tokens else ()
+        self._running = runs, decision.ranks_of(self._token)
         self._saved_before = megatron.saved_iteration(self._options.script_arguments)
         decided_here = self._coordinator.planner.cache.key == plan.provenance.key
         self._cache = (
             self._coordinator.planner.cache if decided_here else Cache(self._options.cache, plan.provenance.key)
         )
 
-    def command(self, decision: Decision) -> WorkerCommand:
+    def command(self, decision: RunWarmup | RunScript) -> WorkerCommand:
         """Return the command that this node's workers run under a decision."""
-        if decision.phase != "warmup":
+        if isinstance(decision, RunScript):
             return commands.training(decision, self._options, self._script, folder=lambda: self._folder.path)
         shutil.rmtree(self.progress_folder, ignore_errors=True)
         self.progress_folder.mkdir()
         path = self._folder.path / "probe-options.json"
-        order = files.loads(WarmupOrder, decision.probe_options, "the order of the warm-up")
+        order = files.loads(WarmupOrder, decision.order, "the order of the warm-up")
         files.write(path, replace(order, progress_dir=str(self.progress_folder), output=str(self.measured_path)))
         return commands.warmup(path)
 

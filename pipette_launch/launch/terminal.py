@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import sys
@@ -14,7 +13,7 @@ from typing import TextIO
 
 from pipette_launch.defaults import LINKS_BUDGET_S
 from pipette_launch.facts import Measurements, Plan
-from pipette_launch.facts.messages import Decision
+from pipette_launch.facts.messages import Decision, RunTraining, RunTrial, RunWarmup, Stop
 from pipette_launch.launch.cache import Cache
 from pipette_launch.launch.options import Options
 from pipette_launch.launch.plan_reports import existing_page
@@ -153,27 +152,35 @@ class Terminal:
     def tell(self, decision: Decision, measurements: Measurements | None, cache: Cache) -> None:
         """Print a decision. `measurements` (None if unknown) priced its plan, and `cache` has the plan's files."""
         # If the job failed before any plan was shown, torch prints the error.
-        if decision.reason and not (decision.failed and self._shown is None):
-            (self.say if decision.phase == "trial" else self.warn)(decision.reason)
-        options = self._options
-        if decision.phase == "warmup":
-            self._warmup = ProgressLine(sys.stderr)
-            others = " and others" if len(decision.hosts) > SHOWN_HOSTS else ""
-            what = f"{'the links of ' * decision.only_links}{counted(sum(decision.num_slots), 'slot')}"
-            self._budget_s = min(options.budget_s, LINKS_BUDGET_S if decision.only_links else math.inf)
-            self.say(
-                f"measuring {what} on {', '.join(decision.hosts[:SHOWN_HOSTS])}{others}, "
-                f"about {self._budget_s:.0f} s at most after their imports"
-            )
-        elif decision.phase == "trial" and decision.plan is not None:
-            self.say(trial_words(decision, asked=options.trials))
-        elif decision.plan is not None:
-            self._show_plan(decision, decision.plan, measurements, cache)
-        elif decision.phase == "stop" and options.probe_to is not None and measurements is not None:
-            sys.stdout.write(measured_screen(measurements, title="pipette probe", saved_to=options.probe_to))
-            sys.stdout.flush()
+        is_printed = isinstance(decision, Stop) and decision.failed and self._shown is None
+        if decision.reason and not is_printed:
+            (self.say if isinstance(decision, RunTrial) else self.warn)(decision.reason)
+        if isinstance(decision, RunWarmup):
+            self._announce(decision)
+        elif isinstance(decision, RunTrial):
+            self.say(trial_words(decision, asked=self._options.trials))
+        else:
+            shown = decision.unrun if isinstance(decision, Stop) else decision
+            if isinstance(shown, RunTraining) and shown.plan is not None:
+                self._show_plan(shown, shown.plan, measurements, cache)
+            elif self._options.probe_to is not None and measurements is not None:
+                path = self._options.probe_to
+                sys.stdout.write(measured_screen(measurements, title="pipette probe", saved_to=path))
+                sys.stdout.flush()
 
-    def _show_plan(self, decision: Decision, plan: Plan, measurements: Measurements | None, cache: Cache) -> None:
+    def _announce(self, warmup: RunWarmup) -> None:
+        self._warmup = ProgressLine(sys.stderr)
+        hosts, slots = warmup.hosts, counted(warmup.num_ranks, "slot")
+        what, self._budget_s = slots, self._options.budget_s
+        if warmup.only_links:
+            what, self._budget_s = f"the links of {slots}", min(self._budget_s, LINKS_BUDGET_S)
+        others = " and others" if len(hosts) > SHOWN_HOSTS else ""
+        self.say(
+            f"measuring {what} on {', '.join(hosts[:SHOWN_HOSTS])}{others}, about {self._budget_s:.0f} s at most after "
+            "their imports"
+        )
+
+    def _show_plan(self, decision: RunTraining, plan: Plan, measurements: Measurements | None, cache: Cache) -> None:
         if self._shown == (plan, decision.attempt):
             return
         self._shown = (plan, decision.attempt)

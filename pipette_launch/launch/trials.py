@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pipette_launch import megatron
 from pipette_launch.errors import MegatronError, PipetteError, PlanError
 from pipette_launch.facts import Choice, Job, Layout, Plan, Samples
-from pipette_launch.facts.messages import Decision, Failure, TrialReport
+from pipette_launch.facts.messages import Failure, RunScript, RunTraining, RunTrial, Stop, TrialReport
 from pipette_launch.facts.plan import Trial, Trials
 from pipette_launch.launch.options import Options, Script
 from pipette_launch.planning.replan import why_to_give_up
@@ -19,18 +19,18 @@ from pipette_launch.text import counted, joined, seconds_text
 # -- lines for the user --------------------------------------------------------------------------------------------
 
 
-def trial_progress(decision: Decision, num_iterations: int, elapsed_s: float, *, asked: int) -> str:
+def trial_progress(decision: RunTrial, num_iterations: int, elapsed_s: float, *, asked: int) -> str:
     """Return the progress line of a trial. Only the node of the last rank sees iterations."""
     seen = f"iteration {num_iterations} of {decision.iterations}, " if num_iterations else ""
     return f"{_trial_name(decision, asked)}, {seen}{elapsed_s:.0f} s"
 
 
-def trial_words(decision: Decision, *, asked: int) -> str:
+def trial_words(decision: RunTrial, *, asked: int) -> str:
     """Announce a trial, with its number and the number of all trials."""
     return f"{_trial_name(decision, asked)}, {counted(decision.iterations, 'iteration')}"
 
 
-def _trial_name(decision: Decision, asked: int) -> str:
+def _trial_name(decision: RunTrial, asked: int) -> str:
     plan, choice = decision.plan, decision.choice
     assert plan is not None
     what = choice.layout.words() if choice else "your own configuration"
@@ -168,7 +168,7 @@ class TrialCoordinator:
         self._deaths: list[tuple[Layout, Failure]] = []
         """Layouts whose trial died early, with the failure of each."""
 
-    def open(self, training: Decision, job: Job) -> Decision:
+    def open(self, training: RunTraining, job: Job) -> RunTrial | RunTraining:
         """Return the decision to run the first trial, or `training` if the user wants no trials or no trial can run.
 
         Raises PlanError if no trial can run, and the user asked to stop after errors.
@@ -189,7 +189,7 @@ class TrialCoordinator:
         self._tried, self._runs, self._deaths = (job, plan), (), []
         return self._next(training, job, plan)
 
-    def judge(self, ended: Decision, report: TrialReport) -> Decision | TrialsResult:
+    def judge(self, ended: RunTrial, report: TrialReport) -> RunTrial | Stop | TrialsResult:
         """Take a trial's report; return the decision to run the next trial or to stop, or the result of all trials.
 
         The job ends if the script died of a cause that no plan can avoid, as after a training.
@@ -211,7 +211,7 @@ class TrialCoordinator:
             hopeless = why_to_give_up([report.failure], before=before, written=written, given=given)
             if hopeless and not report.step_s:
                 self._tried = None
-                return replace(ended, phase="stop", plan=None, failed=True, reason=hopeless)
+                return Stop.of(replace(ended, reason=hopeless), failed=True)
             self._deaths.append((run.layout, report.failure))
         self._runs = (*self._runs, run)
         if len(self._runs) <= min(options.trials, len(plan.contenders())):
@@ -231,7 +231,7 @@ class TrialCoordinator:
             is_worth_keeping=any_ran and plan.provenance.source != "file",
         )
 
-    def _check(self, training: Decision, plan: Plan, job: Job) -> int:
+    def _check(self, training: RunTraining, plan: Plan, job: Job) -> int:
         """Return the number of warm-up iterations of a trial; raise MegatronError if no trial can run."""
         if self._options.is_function:
             raise MegatronError("--run-path: the script runs as a function, whose iterations the launcher cannot see")
@@ -248,10 +248,10 @@ class TrialCoordinator:
             )
         return warm_ups
 
-    def _next(self, like: Decision, job: Job, plan: Plan) -> Decision:
+    def _next(self, like: RunScript, job: Job, plan: Plan) -> RunTrial:
         """Return the decision to run the next trial, on the nodes of the decision `like`."""
         iterations = self._warm_ups + self._options.trial_iters
-        following = replace(like, phase="trial", plan=plan, attempt=0, trial=len(self._runs), iterations=iterations)
+        following = RunTrial.of(like, plan=plan, trial=len(self._runs), iterations=iterations, patches=like.patches)
         choice = following.choice
         layout = choice.layout if choice else job.own
         words, _ = megatron.trial_arguments(self._script.words(job, layout), job.megatron_version)

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from pipette_launch import megatron
 from pipette_launch.facts import Choice, Plan
-from pipette_launch.facts.messages import Decision, Failure, NodeRecord
+from pipette_launch.facts.messages import Decision, Failure, NodeRecord, RunTraining
 from pipette_launch.facts.plan import from_candidate, refit
 from pipette_launch.text import seconds_text
 
@@ -106,7 +106,8 @@ def decide(
     cannot start do not count as restarts (--max-restarts). Every other failure counts. `hosts` has the unique host name
     of each record, `written` the user's own arguments, and `lost` the reason for each lost host.
     """
-    before = (*held.hosts, *held.standby_hosts) if held else ()
+    before = tuple(held.names.values()) if held else ()
+    waited = {node.host for node in held.standby} if held else set()
     gone = tuple((host, (lost or {}).get(host, "")) for host in before if host not in hosts)
     if len(hosts) < least_nodes:
         left = f"{len(hosts)} {'node is' if len(hosts) == 1 else 'nodes are'} left"
@@ -114,7 +115,7 @@ def decide(
     if held is None:
         return Measure(reason="")
     slowed = next((record.slowed for record in records if record.slowed), "")
-    if held.phase != "train" or (slowed and all(host in held.standby_hosts for host, _ in gone)):
+    if not isinstance(held, RunTraining) or (slowed and all(host in waited for host, _ in gone)):
         return Measure(reason=lost_words(gone) or slowed, anew=bool(slowed))
     proven = held.proven or any(
         record.verdict == "after-first-iteration" for record in records if record.attempt == held.attempt
@@ -131,19 +132,19 @@ def decide(
                 proven=proven and len(fitted.hosts) == len(held.hosts),
                 lost=gone,
                 came_back=tuple(host for host in hosts if host not in before),
-                put_in=tuple(host for host in fitted.hosts if host in held.standby_hosts),
+                put_in=tuple(host for host in fitted.hosts if host in waited),
             )
     return _on_same_hosts(records, hosts, held, proven=proven, written=written)
 
 
-def _refitted(held: Decision, hosts: Sequence[str], least_nodes: int) -> Plan | None:
+def _refitted(held: RunTraining, hosts: Sequence[str], least_nodes: int) -> Plan | None:
     """Fit the present plan or one of its fallback plans to the present hosts; return None if no plan fits."""
     if held.plan is None:
         return None
     # Leave out a host that was on standby and is not in the plan, because this host is sick.
-    known = set(held.plan.known_hosts)
+    known, waited = set(held.plan.known_hosts), {node.host for node in held.standby}
     ran = from_candidate(held.plan, held.attempt)
-    fitted = refit(ran, [host for host in hosts if host in known or host not in held.standby_hosts])
+    fitted = refit(ran, [host for host in hosts if host in known or host not in waited])
     return fitted if fitted and len(fitted.hosts) >= least_nodes else None
 
 
@@ -157,7 +158,7 @@ def _listed(hosts: Sequence[str], does: str, do: str) -> str:
 
 
 def _on_same_hosts(
-    records: Sequence[NodeRecord], hosts: Sequence[str], held: Decision, *, proven: bool, written: Sequence[str]
+    records: Sequence[NodeRecord], hosts: Sequence[str], held: RunTraining, *, proven: bool, written: Sequence[str]
 ) -> Finish | Keep | TryNext | GiveUp:
     """Decide from the end of the last attempt, if all hosts of the attempt are present."""
     ended = [record for record in records if record.attempt == held.attempt]
@@ -184,7 +185,7 @@ def _on_same_hosts(
     )
 
 
-def _leaner(failures: Sequence[Failure], held: Decision) -> TryNext | None:
+def _leaner(failures: Sequence[Failure], held: RunTraining) -> TryNext | None:
     """Return the next candidate that needs less memory, if a plan that has trained ran out of memory. Otherwise None.
 
     Each candidate is tried once, so the number of changes is limited. A change of candidate does not count as a
@@ -202,7 +203,9 @@ def _failures(ended: Sequence[NodeRecord]) -> list[Failure]:
     return sorted({record.failure for record in ended if record.failure}, key=lambda one: one.sentence)
 
 
-def _after_death(failures: Sequence[Failure], plan: Plan, held: Decision, written: Sequence[str]) -> TryNext | GiveUp:
+def _after_death(
+    failures: Sequence[Failure], plan: Plan, held: RunTraining, written: Sequence[str]
+) -> TryNext | GiveUp:
     """Continue with the next candidate, unless the script would die under every plan."""
     candidates = plan.candidates()
     layout = candidates[held.attempt].layout

@@ -24,7 +24,16 @@ from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.agent.rendezvous_handler import AgentStoreHandler
 from pipette_launch.agent.signals import end_at_once
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
-from pipette_launch.facts.messages import Decision, NodeRecord, TrialReport
+from pipette_launch.facts.messages import (
+    Decision,
+    Node,
+    NodeRecord,
+    RunTraining,
+    RunTrial,
+    RunWarmup,
+    Stop,
+    TrialReport,
+)
 from pipette_launch.launch.commands import WorkerCommand
 from pipette_launch.launch.hosts import unique_names
 from pipette_launch.planning import replan
@@ -83,28 +92,30 @@ class ScriptedController:
         self.names = {record.token: record.script_digest for record in records}
         hosts = unique_names(records)
         step = replan.decide(records, [*hosts], held, lost=lost, least_nodes=self.least_nodes)
-        if held is not None and isinstance(step, replan.Keep):
+        if isinstance(held, RunTraining) and isinstance(step, replan.Keep):
             return replace(held, reason=step.reason, proven=step.proven, restarts_left=step.restarts_left)
-        if held is not None and isinstance(step, replan.TryNext):
+        if isinstance(held, RunTraining) and isinstance(step, replan.TryNext):
             return replace(held, attempt=step.attempt, proven=False, reason=step.reason)
         if held is not None and isinstance(step, replan.GiveUp | replan.Finish):
-            return replace(held, phase="stop", failed=isinstance(step, replan.GiveUp), reason=step.reason)
+            return Stop.of(held, failed=isinstance(step, replan.GiveUp), reason=step.reason)
         whole = Decision(
-            phase="warmup" if "warmup" in self.table else "train",
-            tokens=tuple(record.token for record in records),
-            hosts=hosts,
-            num_slots=tuple(record.num_slots for record in records),
-            environment={"PLANNED": "yes"},
+            nodes=tuple(
+                Node(token=record.token, host=host, num_slots=record.num_slots)
+                for record, host in zip(records, hosts, strict=True)
+            ),
             restarts_left=records[0].max_restarts,
             reason=getattr(step, "reason", ""),
         )
-        made = self.without(whole, "standby")
-        return made if "standby_later" in self.table else replace(made, plan=self.plan(made.hosts))
+        some = self.without(whole, "standby")
+        if "warmup" in self.table:
+            return RunWarmup.of(some, order="")
+        plan = None if "standby_later" in self.table else self.plan(some.hosts)
+        return RunTraining.of(some, plan=plan, environment={"PLANNED": "yes"})
 
     def without(self, decision: Decision, entry: str) -> Decision:
         """Leave out the nodes that the table names there, as far as there are enough others."""
-        out = [token for token in decision.tokens if self.names[token] in self.table.get(entry, [])]
-        return decision.leaving_out(out) if len(out) < len(decision.tokens) else decision
+        out = [node.host for node in decision.nodes if self.names[node.token] in self.table.get(entry, [])]
+        return decision.leaving_out(out if len(out) < len(decision.nodes) else ())
 
     def plan(self, hosts: Any) -> Plan | None:
         if not self.table.get("placements"):
@@ -141,18 +152,21 @@ class ScriptedController:
         )
 
     def after_warmup(self, decision: Decision, failure: str) -> Decision:
-        phase = "stop" if self.table.get("dry_run") else "train"
-        smaller = self.without(decision, "standby_later")
+        smaller = replace(self.without(decision, "standby_later"), reason=failure or self.received())
+        if self.table.get("dry_run"):
+            return Stop.of(smaller)
         plan = None if failure else self.plan(smaller.hosts)
-        made = replace(smaller, phase=phase, reason=failure or self.received(), plan=plan)
-        return replace(made, phase="trial", iterations=3) if plan and "trials" in self.table else made
+        if plan and "trials" in self.table:
+            return RunTrial.of(smaller, plan=plan, trial=0, iterations=3)
+        return RunTraining.of(smaller, plan=plan, environment={"PLANNED": "yes"})
 
-    def after_trial(self, decision: Decision, report: TrialReport) -> Decision:
+    def after_trial(self, decision: RunTrial, report: TrialReport) -> Decision:
         num_steps = min(len(report.step_s), decision.iterations)
-        phase = "trial" if decision.trial < self.table["trials"] else "train"
         end = report.failure.sentence if report.failure else "well"
         reason = f"{decision.reason}trial {decision.trial}: {num_steps} steps, {end}; "
-        return replace(decision, phase=phase, trial=decision.trial + 1, reason=reason)
+        if decision.trial < self.table["trials"]:
+            return replace(decision, trial=decision.trial + 1, reason=reason)
+        return RunTraining.of(decision, plan=decision.plan, reason=reason)
 
     def received(self) -> str:
         """Return the measurements of another node."""
@@ -178,7 +192,7 @@ class ScriptedController:
     def show(self, decision: Decision, *, speaks: bool) -> None:
         if speaks:
             (self.folder / f"leads-{self.host}").touch()
-            attempt = decision.attempt if decision.plan else "own"
+            attempt = decision.attempt if isinstance(decision, RunTraining) and decision.plan else "own"
             sys.stderr.write(f"SHOW {decision.phase} attempt={attempt} reason={decision.reason}\n")
 
     def command(self, decision: Decision) -> WorkerCommand:
@@ -189,7 +203,7 @@ class ScriptedController:
         return WorkerCommand(
             entrypoint=self.entrypoint,
             arguments=self.arguments,
-            environment={"PHASE": decision.key, "ATTEMPT": str(decision.attempt)},
+            environment={"PHASE": decision.key, "ATTEMPT": str(getattr(decision, "attempt", 0))},
         )
 
     def saw_line(self, line: str) -> float | None:

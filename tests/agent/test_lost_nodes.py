@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import psutil
 import pytest
 from agent.test_elastic import ALONE, finish, free_port, start, two_nodes
 from agent.test_phases import await_files, await_store, ends
+from facts_for_tests import nodes
 from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
@@ -25,7 +27,7 @@ from pipette_launch.agent.membership import LEFT_OUT, REJOIN, Rejoin
 from pipette_launch.agent.phases import Attempt
 from pipette_launch.agent.store import RoundOver, RoundStore
 from pipette_launch.agent.warmup import Warmup
-from pipette_launch.facts.messages import Decision
+from pipette_launch.facts.messages import Decision, RunTraining, RunWarmup
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
 SCRIPT = (
@@ -130,7 +132,7 @@ def test_too_few_nodes_end_the_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("why", "keeps"), [(LEFT_OUT, False), (REJOIN, True)])
 def test_what_an_agent_brings_along(monkeypatch: pytest.MonkeyPatch, why: str, keeps: bool) -> None:
     """Should it decide for all, an old decision would take the place of theirs, and an old failure cost a restart."""
-    old = Decision(phase="train", tokens=("a",), hosts=("a",), num_slots=(1,))
+    old = RunTraining(nodes=nodes("a"), plan=None)
     failed = Attempt(index=0, ended="before-first-iteration")
     brought: list[tuple[Decision | None, Attempt]] = []
 
@@ -213,15 +215,11 @@ def test_an_agent_that_vanishes_is_named(tmp_path: Path) -> None:
     assert [] == [pid for pid in pids.values() if psutil.pid_exists(pid)]
 
 
-DECISION = Decision(phase="warmup", tokens=("t1", "t2"), hosts=("b", "c"), num_slots=(1, 1))
-WITHOUT_FIRST = Decision(
-    phase="warmup",
-    tokens=("t1", "t2"),
-    hosts=("b", "c"),
-    num_slots=(1, 1),
-    standby=("t0",),
-    standby_hosts=("a",),
-)
+DECISION = RunWarmup(nodes=nodes("b", "c", tokens=("t1", "t2")), order="")
+WITHOUT_FIRST = replace(DECISION, standby=nodes("a", tokens=("t0",)))
+
+
+ONE = RunWarmup.of(DECISION.leaving_out(["c"]), order="")
 
 
 class FakeController:
@@ -241,7 +239,7 @@ class FakeController:
         return decision
 
 
-def relays(folder: Path, measured: str, decision: Decision = WITHOUT_FIRST) -> tuple[list[Any], list[FakeController]]:
+def relays(folder: Path, measured: str, decision: RunWarmup = WITHOUT_FIRST) -> tuple[list[Any], list[FakeController]]:
     """Three agents: the first one decides, the second one runs RANK 0."""
     store = HashStore()
     texts = ("", measured, "nobody asks")
@@ -306,8 +304,8 @@ def test_a_lost_node_ends_the_wait(tmp_path: Path) -> None:
 
 def test_a_node_that_measured_keeps_what_it_has(tmp_path: Path) -> None:
     """Where the one who decides took part itself, nothing goes through the store."""
-    agents, controllers = relays(tmp_path, "x", DECISION.leaving_out(["c"]))
-    coordinator = Warmup(controllers[0], agents[0]._round_store, DECISION.leaving_out(["c"]), "t1")  # type: ignore[arg-type]
+    agents, controllers = relays(tmp_path, "x", ONE)
+    coordinator = Warmup(controllers[0], agents[0]._round_store, ONE, "t1")  # type: ignore[arg-type]
 
     coordinator.failure = "it hangs"
     coordinator.following()

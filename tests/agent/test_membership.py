@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from facts_for_tests import nodes
 from launch.worlds import records
 from torch.distributed import HashStore, TCPStore
 
@@ -25,7 +26,7 @@ from pipette_launch.agent.store import AgentStore, RoundStore
 from pipette_launch.defaults import HAND_ON_S, HOST_SILENCE_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
-from pipette_launch.facts.messages import Arrival, Decision, Member, Members, NodeRecord
+from pipette_launch.facts.messages import Arrival, Decision, Member, Members, NodeRecord, RunTraining
 
 
 @contextmanager
@@ -103,12 +104,8 @@ class Agents:
     def decide(self, some: Sequence[NodeRecord], _held: Decision | None, lost: Mapping[str, str]) -> Decision:
         """Let all that came train, and remember who is lost."""
         self.lost = lost
-        return Decision(
-            phase="train",
-            tokens=tuple(record.token for record in some),
-            hosts=tuple(record.token.removeprefix("token-") for record in some),
-            num_slots=tuple(record.num_slots for record in some),
-        )
+        tokens = [record.token for record in some]
+        return RunTraining(nodes=nodes(*(token.removeprefix("token-") for token in tokens), tokens=tokens), plan=None)
 
 
 @pytest.fixture
@@ -306,7 +303,7 @@ def test_an_old_arrival_is_no_arrival() -> None:
     agents = Agents(2)
     agents.meet(0, 1)
     late, desk = agents.all[1]._own.token, agents.all[0]._desk
-    old = Arrival(meeting=1, record=agents.records[1], held=None)
+    old = Arrival(meeting=1, record=agents.records[1], held="")
     desk.put(f"arrival/{late}", files.dumps(old))
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(agents.come, 0)

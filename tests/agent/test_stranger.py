@@ -17,7 +17,7 @@ from pipette_launch.agent import store as agent_store
 from pipette_launch.agent.signature import FILE, VARIABLE
 from pipette_launch.agent.store import open_store
 from pipette_launch.facts import files
-from pipette_launch.facts.messages import Decision
+from pipette_launch.facts.messages import Stop
 
 HERE = Path(__file__).parent
 REFUSED = "refused a message without this job's signature"
@@ -33,7 +33,7 @@ while not os.path.exists(os.environ['OUT'] + '/stranger-is-done'):
 def forged(folder: Path) -> Path:
     """A decision that ends the job."""
     path = folder / "forged.json"
-    made = Decision(phase="stop", tokens=(), hosts=(), num_slots=(), failed=True, reason="FORGED")
+    made = Stop(nodes=(), failed=True, reason="FORGED")
     path.write_text(files.dumps(made))
     return path
 

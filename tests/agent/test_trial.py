@@ -7,24 +7,30 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from agent.test_elastic import WARMUP, finish, free_port, start
+from facts_for_tests import nodes, tiny_cluster
+from screens import choice, plan
 from torch.distributed import HashStore
 
 from pipette_launch.agent import trial
 from pipette_launch.agent.store import RoundOver, RoundStore
 from pipette_launch.agent.trial import TrialRun
 from pipette_launch.errors import ClusterError
+from pipette_launch.facts import Layout
 from pipette_launch.facts.co_location import DeviceBinding
-from pipette_launch.facts.messages import Decision, TrialReport
+from pipette_launch.facts.messages import Decision, RunTrial, TrialReport
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 HOSTS = ("node1", "node2")
-DECISION = Decision(phase="trial", trial=2, iterations=3, tokens=HOSTS, hosts=HOSTS, num_slots=(1, 1))
+CHOICES = [choice(layout, 0.001) for layout in (Layout(pp=2), Layout(dp=2), Layout(tp=2))]
+PLAN = replace(plan(tiny_cluster(2, 1), *CHOICES), hosts=HOSTS)
+DECISION = RunTrial(nodes=nodes(*HOSTS), plan=PLAN, trial=2, iterations=3)
 SCRIPT = """
 import os, subprocess, sys, tempfile, time, pathlib
 if os.environ["PHASE"] != "train":

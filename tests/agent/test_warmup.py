@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from agent import prober
+from facts_for_tests import nodes
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore
@@ -26,7 +27,7 @@ from pipette_launch.agent import warmup
 from pipette_launch.agent.store import RoundOver, RoundStore
 from pipette_launch.agent.warmup import NodeReport, Warmup, WorkerState, judge
 from pipette_launch.defaults import START_S, Deadline
-from pipette_launch.facts.messages import Decision
+from pipette_launch.facts.messages import RunWarmup
 from pipette_launch.probe.messages import Sign, last_error, last_sign, wait_s
 
 HEALTHY: dict[str, Any] = {"exit_code": None, "status": "sleeping", "error": "", "waits_for": "", "peers": ()}
@@ -201,7 +202,7 @@ def test_the_order_of_slots_does_not_matter(order: list[int], guilty: dict[str, 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 ROOT = Path(__file__).parents[3]
 HOSTS = ("node1", "node2")
-DECISION = Decision(phase="warmup", tokens=HOSTS, hosts=HOSTS, num_slots=(2, 2))
+DECISION = RunWarmup(nodes=nodes(*HOSTS, num_slots=2), order="")
 
 
 class Watcher:
@@ -472,8 +473,7 @@ def test_launchers_of_4096_ranks_wait_for_late_imports(
     """The imports of 512 nodes end within five minutes of each other, then the warm-up measures for a minute."""
     num_nodes, first_s, now_s = 512, 60.0, 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    tokens = tuple(f"node{index}" for index in range(num_nodes))
-    many = Decision(phase="warmup", tokens=tokens, hosts=tokens, num_slots=(8,) * num_nodes)
+    many = RunWarmup(nodes=nodes(*(f"node{index}" for index in range(num_nodes)), num_slots=8), order="")
     store, ends_s = HashStore(), first_s + apart_s + 60.0
     worker = SimpleNamespace(poll=lambda: 0 if now_s >= ends_s else None)
     deadline_s = wait_s(4096, START_S.of(4096)) + wait_s(4096, 60.0)
@@ -486,7 +486,7 @@ def test_launchers_of_4096_ranks_wait_for_late_imports(
             many,
             token,
         )
-        for index, token in enumerate(tokens)
+        for index, token in enumerate(many.tokens)
     ]
     over: set[str] = set()
     while len(over) < num_nodes:

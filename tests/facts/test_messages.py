@@ -5,34 +5,44 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from facts_for_tests import tiny_job
+from facts_for_tests import nodes, tiny_job
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts import files
-from pipette_launch.facts.messages import Advice, Decision, Dimension, StageCase, best_left_out
+from pipette_launch.facts.messages import (
+    Advice,
+    Decision,
+    Dimension,
+    RunTraining,
+    StageCase,
+    Stop,
+    best_left_out,
+    read_decision,
+)
 
-WHOLE = Decision(phase="warmup", tokens=("t0", "t1", "t2"), hosts=("a", "b", "c"), num_slots=(2, 2, 2))
+WHOLE = Decision(nodes=nodes("a", "b", "c", tokens=("t0", "t1", "t2"), num_slots=2))
 
 
 def test_an_agent_on_standby_has_no_ranks() -> None:
     """The other agents have all ranks without a gap, and come before it."""
     less = WHOLE.leaving_out(["b"])
 
-    assert (("t0", "t2"), ("a", "c"), (2, 2)) == (less.tokens, less.hosts, less.num_slots)
-    assert (("t1",), ("b",)) == (less.standby, less.standby_hosts)
+    assert (("t0", "t2"), ("a", "c"), 4) == (less.tokens, less.hosts, less.num_ranks)
+    assert nodes("b", tokens=("t1",), num_slots=2) == less.standby
     assert [(0, 1), (), (2, 3)] == [less.ranks_of(token) for token in WHOLE.tokens]
     assert [0, 2, 1] == [less.place_of(token) for token in WHOLE.tokens]
     assert WHOLE == WHOLE.leaving_out([])
-    assert ("t1", "t0") == less.leaving_out(["a"]).standby
-    assert less == files.loads(Decision, files.dumps(less), "itself")
+    assert ["t1", "t0"] == [node.token for node in less.leaving_out(["a"]).standby]
+    for decision in (RunTraining.of(less, plan=None, attempt=1), Stop.of(less, failed=True)):
+        assert decision == read_decision(files.dumps(decision), "itself")
 
 
 def test_nobody_stands_by_and_works() -> None:
     """An agent that runs workers and is on standby is an error."""
-    with pytest.raises(FactError, match="on standby"):
-        Decision(phase="train", tokens=("t0",), hosts=("a",), num_slots=(1,), standby=("t0",), standby_hosts=("a",))
+    with pytest.raises(FactError, match="named twice"):
+        Decision(nodes=nodes("a"), standby=nodes("a"))
 
 
 def test_advice_survives_its_file() -> None:

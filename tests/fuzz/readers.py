@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import screens
-from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
+from facts_for_tests import nodes, tiny_cluster, tiny_job, tiny_measurements
 from launch.worlds import choice, plan, records
 from megatron_lines import SMALL
 
@@ -31,13 +31,16 @@ from pipette_launch.facts.health import Checkup, Finding, Verdict
 from pipette_launch.facts.messages import (
     Advice,
     Arrival,
-    Decision,
     Dimension,
     Failure,
     MeasuringQuestion,
     Member,
     Members,
+    RunTraining,
+    RunTrial,
+    RunWarmup,
     StageCase,
+    Stop,
     TrialReport,
 )
 from pipette_launch.facts.outcome import LiveJob, Outcome, PeakReading
@@ -147,21 +150,19 @@ DOCUMENTS: dict[str, tuple[Any, Callable[[Any], object]]] = {
         str,
     ),
     "node": (records(1, failure=TOLD)[0], str),
-    "decision": (
-        Decision(
-            phase="train",
-            tokens=("a", "b"),
-            hosts=("node0", "node1"),
-            num_slots=(2, 2),
-            plan=PLAN,
-            failures=(TOLD,),
-            shortage=SHORTAGE,
-        ),
+    "decision-train": (
+        RunTraining(nodes=nodes("node0", "node1", num_slots=2), plan=PLAN, failures=(TOLD,), shortage=SHORTAGE),
         lambda made: [made.choice, *(made.ranks_of(token) for token in made.tokens)],
     ),
+    "decision-warmup": (RunWarmup(nodes=nodes("a"), order="{}"), lambda made: made.ranks_of("a")),
+    "decision-trial": (
+        RunTrial(nodes=nodes("node0", "node1", num_slots=2), plan=PLAN, trial=0, iterations=3),
+        lambda made: [made.choice, *(made.ranks_of(token) for token in made.tokens)],
+    ),
+    "decision-stop": (Stop(nodes=(), failed=True), str),
     "member": (MEMBER, str),
     "members": (Members(generation="g", members=(MEMBER,)), str),
-    "arrival": (Arrival(meeting=1, record=records(1)[0], held=None), str),
+    "arrival": (Arrival(meeting=1, record=records(1)[0], held=""), str),
     "trial-report": (TrialReport(step_s=(1.0,), failure=TOLD, took_s=2.0), str),
     "sign": (Sign(phase="links", at_s=1.0, limit_s=2.0, ended=(PhaseEnd(phase="a", seconds=1.0, words=""),)), str),
     "probe-options": (

@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from facts_for_tests import tiny_job, tiny_model
+from facts_for_tests import nodes, tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from launch.worlds import plan
 
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import ComputeCase, Layout, files
-from pipette_launch.facts.messages import Decision
+from pipette_launch.facts.messages import RunTraining
 from pipette_launch.facts.schedule import ScheduleFile, interleaved_zero_bubble
 from pipette_launch.launch.commands import (
     SIZE_LIMITS_BYTES,
@@ -72,12 +72,7 @@ def test_a_file_that_cannot_be_written_stops_before_the_warm_up() -> None:
 
 
 OPTIONS = Options(script="train.py", script_arguments=("--lr", "1"), runs_python=True, is_module=False)
-DECISION = Decision(
-    phase="train",
-    tokens=("t",),
-    hosts=("a",),
-    num_slots=(2,),
-)
+DECISION = RunTraining(nodes=nodes("a", num_slots=2), plan=None)
 
 
 def test_own_configuration_is_torchruns_own_command() -> None:

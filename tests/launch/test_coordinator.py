@@ -17,7 +17,7 @@ from search.legal import legal_layouts
 from pipette_launch import megatron
 from pipette_launch.cost.learned import features_of
 from pipette_launch.facts import Layout, Measurements, Plan, files
-from pipette_launch.facts.messages import Failure
+from pipette_launch.facts.messages import Failure, Stop
 from pipette_launch.launch import job_plans
 from pipette_launch.launch.cache import CLUSTER, PLAN
 from pipette_launch.launch.coordinator import Coordinator
@@ -38,13 +38,13 @@ def from_file(folder: Path, made: Plan, *more: str, **changes: Any) -> Coordinat
 def test_without_a_plan_the_machines_are_measured(tmp_path: Path) -> None:
     """Every node gets the same order, and the script's arguments stay."""
     decision = coordinator(tmp_path, options(budget_s=7.0)).decide(records(), None)
-    orders = files.loads(WarmupOrder, decision.probe_options, "orders")
+    orders = files.loads(WarmupOrder, decision.order, "orders")
 
-    assert ("warmup", None, "") == (decision.phase, decision.plan, decision.reason)
-    assert (("token-node0", "token-node1"), ("node0", "node1"), (2, 2)) == (
+    assert ("warmup", "") == (decision.phase, decision.reason)
+    assert (("token-node0", "token-node1"), ("node0", "node1"), 4) == (
         decision.tokens,
         decision.hosts,
-        decision.num_slots,
+        decision.num_ranks,
     )
     assert (7.0, 4, "", "") == (orders.budget_s, orders.job.own.dp, orders.output, orders.progress_dir)
     assert (0, 1) == decision.ranks_of("token-node0")
@@ -54,7 +54,7 @@ def test_the_warmup_becomes_a_plan_that_is_kept(tmp_path: Path) -> None:
     """The measurements give a plan under the job's key, and the next job finds it with any order of hosts."""
     first = coordinator(tmp_path, options(cache=tmp_path / "cache"))
     warmup = first.decide(records(), None)
-    orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
+    orders = files.loads(WarmupOrder, warmup.order, "orders")
     files.write(first.measured_at(), tiny_measurements(tiny_cluster(), orders.cases))
 
     made = first.after_warmup(warmup, "")
@@ -77,7 +77,7 @@ def test_large_files_follow_the_decision(tmp_path: Path) -> None:
     unwritten: list[Callable[[], None]] = []
     first = Coordinator(options(cache=tmp_path / "cache"), lambda: tmp_path / CLUSTER, later=unwritten.append)
     warmup = first.decide(records(), None)
-    orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
+    orders = files.loads(WarmupOrder, warmup.order, "orders")
     files.write(first.measured_at(), tiny_measurements(tiny_cluster(), orders.cases))
 
     def names() -> set[str]:
@@ -96,7 +96,7 @@ def test_a_report_that_fails_costs_no_plan(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(job_plans, "page_of", Mock(side_effect=error))
     first = coordinator(tmp_path, options(cache=tmp_path / "cache"))
     warmup = first.decide(records(), None)
-    orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
+    orders = files.loads(WarmupOrder, warmup.order, "orders")
     files.write(first.measured_at(), tiny_measurements(tiny_cluster(), orders.cases))
 
     made = first.after_warmup(warmup, "")
@@ -111,19 +111,19 @@ def test_a_job_that_only_measures_writes_a_file_and_stops(tmp_path: Path) -> Non
     kept = options(cache=tmp_path / "cache")
     first = coordinator(tmp_path, kept)
     warmup = first.decide(records(), None)
-    asked = files.loads(WarmupOrder, warmup.probe_options, "orders")
+    asked = files.loads(WarmupOrder, warmup.order, "orders")
     files.write(first.measured_at(), tiny_measurements(tiny_cluster(), asked.cases))
     first.after_warmup(warmup, "")
     one = coordinator(tmp_path, replace(kept, probe_to=tmp_path / "mine.json"))
 
     warmup = one.decide(records(), None)
-    orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
+    orders = files.loads(WarmupOrder, warmup.order, "orders")
     found = tiny_measurements(tiny_cluster(), orders.cases)
     files.write(one.measured_at(), found)
     made = one.after_warmup(warmup, "")
 
     assert ("", "warmup") == (orders.known, warmup.phase)
-    assert ("stop", False, None) == (made.phase, made.failed, made.plan)
+    assert ("stop", False, None) == (made.phase, made.failed, made.unrun)
     assert found == files.read(tmp_path / "mine.json", Measurements)
 
 
@@ -133,7 +133,7 @@ def test_earlier_outcomes_on_such_machines_correct_the_next_plan(tmp_path: Path)
     for margin in (0.02, 0.03):
         one = coordinator(tmp_path, options(cache=tmp_path / "cache", margin=margin))
         warmup = one.decide(records(), None)
-        orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
+        orders = files.loads(WarmupOrder, warmup.order, "orders")
         files.write(one.measured_at(), tiny_measurements(tiny_cluster(), orders.cases))
         plans.append(one.after_warmup(warmup, "").plan)
         legal = legal_layouts(orders.job, world_size=4, devices_per_host=2, device_kind="cpu")
@@ -164,9 +164,9 @@ def test_a_failed_warmup_is_told_and_does_not_cost_the_job(tmp_path: Path, on_er
 
     decision = one.after_warmup(one.decide(records(), None), "the warm-up hangs after 60 s")
 
-    assert (phase, None) == (decision.phase, decision.plan)
+    assert (phase, None) == (decision.phase, getattr(decision, "plan", None))
     assert "the warm-up hangs after 60 s" in decision.reason
-    assert (on_error == "fail") == decision.failed
+    assert (on_error == "fail") == (isinstance(decision, Stop) and decision.failed)
     if on_error == "train":
         assert (ARGUMENTS, (2, 3)) == (decision.script_arguments, decision.ranks_of("token-node1"))
 
@@ -392,7 +392,7 @@ def test_a_host_lost_in_the_warmup_costs_no_plan(tmp_path: Path) -> None:
     warmup = one.decide(records(4), None)
     rest = records(4)[:3]
     decision = one.decide(rest, warmup, {"node3": "its agent is gone"})
-    orders = files.loads(WarmupOrder, decision.probe_options, "orders")
+    orders = files.loads(WarmupOrder, decision.order, "orders")
 
     assert ("warmup", 16) == (decision.phase, orders.job.batch.global_batch_size)
     assert ["node0", "node1", "node2"] == [host.name for host in orders.hosts]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
-from launch.worlds import options, plan, records
+from launch.worlds import options, plan, records, standing_by
 
 from pipette_launch.facts import Layout, files
 from pipette_launch.facts.health import DeviceCondition, Verdict
@@ -30,7 +30,7 @@ def judging(folder: Path, *verdicts: Verdict, least_nodes: int = 2, **changes: A
 
 def measured(one: Coordinator, warmup: Decision, *verdicts: Verdict) -> Decision:
     """Return the decision after a warm-up with these verdicts."""
-    orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
+    orders = files.loads(WarmupOrder, warmup.order, "orders")
     cluster = replace(tiny_cluster(len(orders.hosts)), hosts=orders.hosts)
     files.write(one.measured_at(), replace(tiny_measurements(cluster, orders.cases), verdicts=verdicts))
     return one.after_warmup(warmup, "")
@@ -53,7 +53,7 @@ def test_what_the_drivers_told_goes_on_file(tmp_path: Path, on_sick: str, on_sta
     measured(one, decision)
     found = one.planner.measurements
 
-    assert on_standby == decision.standby_hosts
+    assert on_standby == standing_by(decision)
     assert "a faulty row of its memory could not be replaced" in decision.reason
     assert found is not None
     hosts = [host for host in ("node0", "node1", "node2") if host not in on_standby]
@@ -69,7 +69,11 @@ def test_a_sick_node_takes_no_part_and_its_job_is_found_again(tmp_path: Path) ->
     again = judging(tmp_path, SICK).decide(records(3), None)
     plain = judging(tmp_path).decide(records(2), None)
 
-    assert ("warmup", ("node0", "node1"), ("node2",)) == (warmup.phase, warmup.hosts, warmup.standby_hosts)
+    assert ("warmup", ("node0", "node1"), ("node2",)) == (
+        warmup.phase,
+        warmup.hosts,
+        standing_by(warmup),
+    )
     assert "node2: 61 GB of 80 GB are held; node2 runs no workers and waits on standby" in warmup.reason
     assert [(0, 1), (2, 3), ()] == [warmup.ranks_of(f"token-node{host}") for host in range(3)]
     assert "train" == made.phase == again.phase == plain.phase
@@ -78,7 +82,7 @@ def test_a_sick_node_takes_no_part_and_its_job_is_found_again(tmp_path: Path) ->
     for later in (again, plain):
         assert later.plan is not None
         assert ("cached", made.plan.provenance.key) == (later.plan.provenance.source, later.plan.provenance.key)
-    assert (("token-node2",), ()) == (again.standby, plain.standby)
+    assert (("node2",), ()) == (standing_by(again), standing_by(plain))
 
 
 def test_a_node_that_was_measured_to_be_slow_is_planned_without(tmp_path: Path) -> None:
@@ -90,11 +94,15 @@ def test_a_node_that_was_measured_to_be_slow_is_planned_without(tmp_path: Path) 
     warned = judging(tmp_path, on_sick="warn").decide(records(3), None)
 
     assert () == warmup.standby
-    assert (("node0", "node2"), ("node1",)) == (made.hosts, made.standby_hosts)
+    assert (("node0", "node2"), ("node1",)) == (made.hosts, standing_by(made))
     assert "node1: the reference takes 2.1 ms, its peers 1.0 ms; node1 runs no workers" in made.reason
     assert made.plan is not None
     assert (4, {"node0", "node2"}) == (made.plan.chosen.layout.world_size, {*made.plan.hosts})
-    assert ("train", made.plan.hosts, ("node1",)) == (again.phase, again.plan and again.plan.hosts, again.standby_hosts)
+    assert ("train", made.plan.hosts, ("node1",)) == (
+        again.phase,
+        again.plan and again.plan.hosts,
+        standing_by(again),
+    )
     assert "to measure all nodes again, delete" in again.reason
     # Whoever does not mind has no plan of all three yet.
     assert ("warmup", ()) == (warned.phase, warned.standby)
@@ -106,7 +114,7 @@ def test_the_drivers_are_asked_anew(tmp_path: Path) -> None:
     made = measured(one, one.decide(records(3), None), SICK)
     again = judging(tmp_path).decide(records(3), None)
 
-    assert ("train", ("node2",)) == (made.phase, made.standby_hosts)
+    assert ("train", ("node2",)) == (made.phase, standing_by(made))
     assert ("warmup", ()) == (again.phase, again.standby)
 
 
@@ -162,7 +170,7 @@ def test_a_plan_that_names_the_sick_node_keeps_it(tmp_path: Path) -> None:
 
         decision = judging(tmp_path, SICK, plan=tmp_path / "mine.json", cache=None).decide(records(3), None)
 
-        assert ("train", standby) == (decision.phase, decision.standby_hosts)
+        assert ("train", standby) == (decision.phase, standing_by(decision))
         assert decision.plan is not None, decision.reason
         assert ("the plan is for the hosts node0, node1, node2" in decision.reason) == (not standby)
 
@@ -184,9 +192,9 @@ def test_a_restart_knows_who_stood_by(tmp_path: Path) -> None:
     assert held.plan is not None
     assert "it hangs; training with your own configuration" in failed.reason
     for step in (failed, held, kept, after):
-        assert (("node0", "node1"), ("node2",)) == (step.hosts, step.standby_hosts)
+        assert (("node0", "node1"), ("node2",)) == (step.hosts, standing_by(step))
         assert "train" == step.phase
-    assert (("node0", "node1"), (), held.plan) == (alone.hosts, alone.standby_hosts, alone.plan)
+    assert (("node0", "node1"), (), held.plan) == (alone.hosts, standing_by(alone), alone.plan)
 
 
 def test_a_lost_node_brings_the_sick_one_back(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
-from launch.worlds import ARGUMENTS, options, records, value
+from launch.worlds import ARGUMENTS, options, records, standing_by, value
 
 from pipette_launch.facts import Measurements, files
 from pipette_launch.facts.health import Verdict
@@ -29,7 +29,7 @@ def beginning(folder: Path, *more: str, least_nodes: int = 1, **changes: Any) ->
 def trained(one: Coordinator, count: int, *verdicts: Verdict) -> Decision:
     """Return the decision after the warm-up of this number of nodes."""
     warmup = one.decide(records(count), None)
-    orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
+    orders = files.loads(WarmupOrder, warmup.order, "orders")
     cluster = replace(tiny_cluster(len(orders.hosts)), hosts=orders.hosts)
     files.write(one.measured_at(), replace(tiny_measurements(cluster, orders.cases), verdicts=verdicts))
     return one.after_warmup(warmup, "")
@@ -103,7 +103,11 @@ def test_a_node_that_others_do_not_reach_stands_by(tmp_path: Path) -> None:
     after = one.decide(some(0, 1, 2, verdict="after-first-iteration"), held, {"node2": "out of reach from node1"})
     later = one.decide(some(0, 2, verdict="after-first-iteration"), after, {"node1": "its agent is gone"})
 
-    assert ("train", ("node0", "node1"), ("node2",)) == (after.phase, after.hosts, after.standby_hosts)
+    assert ("train", ("node0", "node1"), ("node2",)) == (
+        after.phase,
+        after.hosts,
+        standing_by(after),
+    )
     assert after.reason.startswith("node2 is lost (out of reach from node1); going on with 2 of 3 nodes: ")
     assert ("train", {"node0", "node2"}) == (later.phase, set(later.hosts))
 
@@ -114,8 +118,12 @@ def test_a_warmup_starts_again_without_a_node_that_others_do_not_reach(tmp_path:
     held = one.decide(records(3), None)
     after = one.decide(records(3), held, {"node2": "out of reach from node1"})
 
-    assert ("warmup", ("node0", "node1"), ("node2",)) == (after.phase, after.hosts, after.standby_hosts)
-    orders = files.loads(WarmupOrder, after.probe_options, "orders")
+    assert ("warmup", ("node0", "node1"), ("node2",)) == (
+        after.phase,
+        after.hosts,
+        standing_by(after),
+    )
+    orders = files.loads(WarmupOrder, after.order, "orders")
     assert ["node0", "node1"] == [host.name for host in orders.hosts]
 
 
@@ -162,14 +170,18 @@ def test_after_a_slowdown_everything_is_measured_again(tmp_path: Path) -> None:
     one = beginning(tmp_path, on_sick="exclude", watch="restart")
     held = trained(one, 3)
     again = one.decide(some(0, 1, 2, verdict="after-first-iteration", slowed="steps take 2 times as long"), held)
-    orders = files.loads(WarmupOrder, again.probe_options, "orders")
+    orders = files.loads(WarmupOrder, again.order, "orders")
     cluster = replace(tiny_cluster(3), hosts=orders.hosts)
     files.write(one.measured_at(), replace(tiny_measurements(cluster, orders.cases), verdicts=(SLOW,)))
     after = one.after_warmup(again, "")
 
     assert ("warmup", 3, "") == (again.phase, len(again.hosts), orders.known)
     assert again.reason.startswith("steps take 2 times as long")
-    assert ("train", ("node1", "node2"), ("node0",)) == (after.phase, after.hosts, after.standby_hosts)
+    assert ("train", ("node1", "node2"), ("node0",)) == (
+        after.phase,
+        after.hosts,
+        standing_by(after),
+    )
 
 
 def test_restarts_run_out(tmp_path: Path) -> None:
@@ -200,7 +212,7 @@ def test_a_spare_is_measured_and_waits(tmp_path: Path) -> None:
     after = one.decide(some(0, 2), held)
     again = beginning(tmp_path, spares=1).decide(records(3), None)
 
-    assert (("node0", "node1"), ("node2",)) == (held.hosts, held.standby_hosts)
+    assert (("node0", "node1"), ("node2",)) == (held.hosts, standing_by(held))
     assert "node2 stands by as a spare, because of --pipette-spares" in held.reason
     assert held.plan is not None
     assert ("node2",) == held.plan.other_hosts
@@ -209,7 +221,7 @@ def test_a_spare_is_measured_and_waits(tmp_path: Path) -> None:
     assert after.reason.startswith("node1 is lost, node2 takes its place; going on with 2 of 3 nodes: ")
     assert after.plan is not None
     assert held.plan.chosen.layout == after.plan.chosen.layout
-    assert ("train", ("node2",)) == (again.phase, again.standby_hosts)
+    assert ("train", ("node2",)) == (again.phase, standing_by(again))
     assert again.plan is not None
     assert ("cached", ("node2",)) == (again.plan.provenance.source, again.plan.other_hosts)
 
@@ -218,7 +230,7 @@ def test_a_sick_node_is_the_first_to_stand_by(tmp_path: Path) -> None:
     """Without a sick node the last one would be the spare."""
     held = trained(beginning(tmp_path, spares=1), 3, SLOW)
 
-    assert (("node1", "node2"), ("node0",)) == (held.hosts, held.standby_hosts)
+    assert (("node1", "node2"), ("node0",)) == (held.hosts, standing_by(held))
 
 
 @pytest.mark.parametrize(
@@ -234,7 +246,7 @@ def test_min_of_nnodes_bounds_the_spares(
     """The job keeps MIN nodes, and reports fewer spares than the user asked for."""
     held = trained(beginning(tmp_path, spares=spares, least_nodes=least), 3)
 
-    assert standby == held.standby_hosts
+    assert standby == standing_by(held)
     assert told in held.reason
 
 
@@ -243,6 +255,6 @@ def test_spares_may_be_what_the_job_cannot_use(tmp_path: Path) -> None:
     one = beginning(tmp_path, "--global-batch-size", "16", spares=1)
     held = trained(one, 3)
 
-    assert ("train", ("node2",)) == (held.phase, held.standby_hosts)
+    assert ("train", ("node2",)) == (held.phase, standing_by(held))
     assert held.plan is not None
     assert files.read(next((tmp_path / "cache" / "clusters").glob("*/*")), Measurements).cluster.num_slots == 6

@@ -29,7 +29,7 @@ def beginning(folder: Path, *words: str, **changes: Any) -> Coordinator:
 
 def ordered(one: Coordinator, warmup: Decision) -> Decision:
     """Return the decision after a warm-up in which two links were slow."""
-    order = files.loads(WarmupOrder, warmup.probe_options, "order")
+    order = files.loads(WarmupOrder, warmup.order, "order")
     between = Links(latency_s=np.zeros((4, 4)), bandwidth_bytes_per_s=np.array(FAST_GB) * 2e9)
     cluster = replace(tiny_cluster(4), hosts=order.hosts, between_hosts=between)
     files.write(one.measured_at(), replace(tiny_measurements(cluster), compute=()))
@@ -44,7 +44,7 @@ def test_links_are_measured_and_order_the_hosts(tmp_path: Path) -> None:
 
     assert ("warmup", True) == (warmup.phase, warmup.only_links)
     assert "lacks --num-layers" in warmup.reason
-    assert ("train", False, None, None) == (made.phase, made.only_links, made.plan, made.script_arguments)
+    assert ("train", None, None) == (made.phase, made.plan, made.script_arguments)
     assert ("node0", "node2", "node1", "node3") == made.host_order
     assert [(0, 1), (4, 5), (2, 3), (6, 7)] == [made.ranks_of(token) for token in made.tokens]
     assert "in the order node0, node2, node1, node3 (assumption: all ranks exchange data in a ring)" in made.reason
@@ -113,7 +113,7 @@ def test_a_search_without_a_plan_orders_the_hosts_by_what_was_measured(tmp_path:
     """After a whole warm-up without a plan, its links give the order, and nothing is measured again."""
     one = Coordinator(options(cache=tmp_path / "cache"), lambda: tmp_path / CLUSTER, judge=lambda *_: ())
     warmup = one.decide(records(4), None)
-    order = files.loads(WarmupOrder, warmup.probe_options, "order")
+    order = files.loads(WarmupOrder, warmup.order, "order")
     between = Links(latency_s=np.zeros((4, 4)), bandwidth_bytes_per_s=np.array(FAST_GB) * 2e9)
     cluster = replace(tiny_cluster(4), hosts=order.hosts, between_hosts=between)
     short = tuple(

@@ -139,7 +139,7 @@ def test_a_new_plan_says_what_bounds_it(folder: Path) -> None:
     path = keep(folder, LEANEST, 1000)
     one, warmup = job(folder)
     margin = 1 - 0.92 * 0.599
-    orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
+    orders = files.loads(WarmupOrder, warmup.order, "orders")
     after = trained(beginning(folder), 3)
 
     assert margin == pytest.approx(float(orders.adviser[-2]))

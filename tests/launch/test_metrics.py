@@ -11,13 +11,14 @@ from pathlib import Path
 from threading import Event
 
 import pytest
+from facts_for_tests import nodes
 from launch.worlds import plan, records
 from pages import drawn
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipette_launch.errors import FileFormatError, UsageError
 from pipette_launch.facts import Layout, files
-from pipette_launch.facts.messages import Decision
+from pipette_launch.facts.messages import RunTraining, RunWarmup
 from pipette_launch.facts.outcome import LiveJob
 from pipette_launch.facts.plan import Rate
 from pipette_launch.launch import metrics as module
@@ -36,14 +37,8 @@ from pipette_launch.probe.messages import PhaseEnd, Sign
 
 TWO = plan(Layout(pp=2, dp=2), Layout(tp=2, dp=2))
 RATED = replace(TWO, chosen=replace(TWO.chosen, rate=Rate(tokens_per_s=1000.0, flops_per_s=1e9, mfu=None)), floor_s=0.1)
-TRAINING = Decision(
-    phase="train",
-    tokens=tuple(node.token for node in records()),
-    hosts=("node0", "node1"),
-    num_slots=(2, 2),
-    plan=RATED,
-    script_arguments=("--lr", "1"),
-)
+NODES = nodes("node0", "node1", tokens=[record.token for record in records()], num_slots=2)
+TRAINING = RunTraining(nodes=NODES, plan=RATED, script_arguments=("--lr", "1"))
 NOWHERE = Cache(None, "")
 
 
@@ -242,7 +237,7 @@ def test_a_warm_up_tells_how_far_it_is(tmp_path: Path) -> None:
     """It has the steps of the present part and the durations of ended parts, until there is a plan."""
     path = tmp_path / "p.prom"
     metrics = MetricsFile(path)
-    metrics.decided(replace(TRAINING, phase="warmup", plan=None, probe_options="{}"), NOWHERE, decides=True)
+    metrics.decided(RunWarmup(nodes=NODES, order="{}"), NOWHERE, decides=True)
     ended = (PhaseEnd(phase="start", seconds=3.5, words=""), PhaseEnd(phase="layers", seconds=5.0, words="x"))
     metrics.warming_up(Sign(phase="links", at_s=1.0, limit_s=9.0, done=3, total=7, ended=ended))
     metrics.refresh()
@@ -309,7 +304,7 @@ def test_all_figures_come_back(tmp_path: Path) -> None:
 def test_a_warm_up_comes_back(tmp_path: Path) -> None:
     """Its part, its progress and its ended parts come back."""
     metrics = kept(tmp_path)
-    warmup = replace(TRAINING, phase="warmup", plan=None, probe_options="{}")
+    warmup = RunWarmup(nodes=NODES, order="{}")
     metrics.decided(warmup, Cache(tmp_path, "k"), decides=True)
     ended = (PhaseEnd(phase="start", seconds=3.5, words=""),)
     metrics.warming_up(Sign(phase="links", at_s=1.0, limit_s=9.0, done=3, total=7, ended=ended))

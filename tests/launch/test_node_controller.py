@@ -11,13 +11,14 @@ from threading import Event
 from typing import Any
 
 import pytest
+from facts_for_tests import nodes
 from gpu_rules.nvml import FakeNvml, install
 from launch.worlds import options, plan, records
 
 from pipette_launch.agent import job
 from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.facts import Layout, Plan, files
-from pipette_launch.facts.messages import Decision
+from pipette_launch.facts.messages import RunTraining, RunWarmup
 from pipette_launch.facts.outcome import LiveJob, Outcome
 from pipette_launch.launch import terminal
 from pipette_launch.launch.commands import WorkerCommand, links_options
@@ -52,17 +53,12 @@ def begun(folder: Path, **changes: Any) -> NodeController:
     return made
 
 
-def decision(made: Plan | None = TWO, **changes: Any) -> Decision:
+NODES = nodes("node0", "node1", tokens=[record.token for record in records()], num_slots=2)
+
+
+def decision(made: Plan | None = TWO, **changes: Any) -> RunTraining:
     """Return the decision to train under a plan."""
-    plain = Decision(
-        phase="train",
-        tokens=tuple(node.token for node in records()),
-        hosts=("node0", "node1"),
-        num_slots=(2, 2),
-        plan=made,
-        script_arguments=("--lr", "1"),
-    )
-    return replace(plain, **changes)
+    return replace(RunTraining(nodes=NODES, plan=made, script_arguments=("--lr", "1")), **changes)
 
 
 def await_writer() -> None:
@@ -95,7 +91,7 @@ def test_a_restart_shows_nothing_anew(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_warm_up_of_many_ranks_may_start_late(tmp_path: Path) -> None:
     """Imports (two minutes), budget, and a wait of a minute behind each. All but the budget grow by 256 s."""
     told = begun(tmp_path, budget_s=30.0)
-    told.show(decision(None, phase="warmup", num_slots=(2048, 2048)), speaks=False)
+    told.show(RunWarmup(nodes=nodes("node0", "node1", num_slots=2048), order=""), speaks=False)
 
     assert pytest.approx(120 + 256 + 60 + 256 + 30 + 60 + 256) == told.warmup_deadline_s
 
@@ -316,7 +312,7 @@ def test_a_warm_up_names_a_folder_that_nobody_could_foresee(tmp_path: Path, monk
     hosts = (told._host, replace(told._host, name="other"))
     order = files.dumps(links_options(hosts, options=told._options))
     assert str(tmp_path) not in order
-    measures = decision(None, phase="warmup", probe_options=order, only_links=True)
+    measures = RunWarmup(nodes=NODES, order=order, only_links=True)
 
     path = Path(told.command(measures).arguments[3])
     again = Path(told.command(measures).arguments[3])
@@ -354,7 +350,13 @@ def test_the_driver_tells_what_devices_hold(tmp_path: Path, monkeypatch: pytest.
     device = replace(told._host.devices[0], kind="cuda", uuid="GPU", memory_total_bytes=1000, memory_free_bytes=900)
     told._host = replace(told._host, devices=(device, device))
     made = replace(TWO, chosen=replace(TWO.chosen, device_peak_bytes=(300, 400)))
-    told.show(decision(replace(made, keeps_own=False), tokens=(told._token, "other")), speaks=False)
+    told.show(
+        decision(
+            replace(made, keeps_own=False),
+            nodes=nodes("node0", "node1", tokens=(told._token, "other"), num_slots=2),
+        ),
+        speaks=False,
+    )
 
     monkeypatch.setattr(inventory, "device_used_bytes", lambda uuid: 450)
     assert [(2, 400, 350), (3, 400, 350)] == [

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from facts_for_tests import tiny_cluster, tiny_measurements
+from facts_for_tests import nodes, tiny_cluster, tiny_measurements
 from launch.worlds import options, plan, records
 
 from pipette_launch.facts import Layout
-from pipette_launch.facts.messages import Decision
+from pipette_launch.facts.messages import RunTraining, RunWarmup
 from pipette_launch.launch.cache import Cache
 from pipette_launch.launch.terminal import (
     CLEAR,
@@ -155,10 +155,9 @@ def test_the_parts_of_a_warmup() -> None:
 
 
 MADE = replace(plan(Layout(pp=2, dp=2)), notes=("Matrix products reach 72% of a peak.",))
-WARMUP = Decision(
-    phase="warmup", tokens=tuple(one.token for one in records()), hosts=("node0", "node1"), num_slots=(2, 2)
-)
-TRAINING = replace(WARMUP, phase="train", plan=MADE, script_arguments=("--lr", "1"))
+NODES = nodes("node0", "node1", tokens=[one.token for one in records()], num_slots=2)
+WARMUP = RunWarmup(nodes=NODES, order="")
+TRAINING = RunTraining(nodes=NODES, plan=MADE, script_arguments=("--lr", "1"))
 
 
 def printed(detail: str, capsys: pytest.CaptureFixture[str]) -> list[str]:

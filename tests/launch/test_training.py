@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from facts_for_tests import nodes
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipette_launch.facts import Choice, Layout
-from pipette_launch.facts.messages import Decision
+from pipette_launch.facts.messages import RunTraining, RunWarmup
 from pipette_launch.facts.plan import Rate
 from pipette_launch.launch.training import (
     IGNORED_STEPS,
@@ -181,9 +182,9 @@ def recovery(*times_s: float) -> Recovery:
     return Recovery(lambda: next(clock))
 
 
-def train(**changes: Any) -> Decision:
+def train(**changes: Any) -> RunTraining:
     """A decision to train."""
-    return Decision(phase="train", tokens=("a",), hosts=("n0",), num_slots=(1,), **changes)
+    return RunTraining(nodes=nodes("a"), plan=None, **changes)
 
 
 def test_the_first_start_is_no_restart() -> None:
@@ -221,7 +222,7 @@ def test_a_warmup_is_no_training() -> None:
     """The warm-up prints no steps; the message comes with the training."""
     made = recovery(0.0, 1.0, 30.0, 36.0)
     made.ended()
-    made.decided(Decision(phase="warmup", tokens=("a",), hosts=("n0",), num_slots=(1,), iteration=7))
+    made.decided(RunWarmup(nodes=nodes("a"), order="", iteration=7))
     made.decided(train(iteration=7))
 
     assert "30.00 s until the nodes agreed" in made.sees(6)

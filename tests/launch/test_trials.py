@@ -220,7 +220,7 @@ def test_the_users_own_and_the_best_plans_are_tried_one_by_one(tmp_path: Path) -
     assert (0, 1) == own.ranks_of("token-node0")
     assert last.choice is not None
     assert (Layout(tp=2, dp=2), str(tmp_path / "ckpt")) == (last.choice.layout, value(last, "--save"))
-    assert (None, 0, 0) == (value(last, "--log-interval"), last.trial, last.attempt)
+    assert (None, 0) == (value(last, "--log-interval"), last.attempt)
     assert "measured 500 ms a step" in last.reason
     assert "your own configuration: measured 1.00 s a step" in one.reason
 
@@ -240,7 +240,7 @@ def test_the_next_start_believes_the_trials(tmp_path: Path) -> None:
     asks: dict[str, Any] = {"cache": tmp_path / "cache", "trials": 1}
     first = coordinator(tmp_path, options(**asks))
     warmup = first.decide(records(), None)
-    orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
+    orders = files.loads(WarmupOrder, warmup.order, "orders")
     files.write(first.measured_at(), tiny_measurements(tiny_cluster(), orders.cases))
     started = first.after_warmup(warmup, "")
     ended = play(first, started, {Layout(dp=4): 1.0})[-1]
@@ -275,7 +275,7 @@ def test_a_script_that_cannot_run_is_tried_once(tmp_path: Path) -> None:
     )
     last = judge.after_trial(judge.decide(records(), None), TrialReport(step_s=(), failure=missing, took_s=3.0))
 
-    assert ("stop", True, None) == (last.phase, last.failed, last.plan)
+    assert ("stop", True) == (last.phase, last.failed)
     assert (
         f"{missing.sentence}; no other plan is tried: the missing file or module is missing under every plan"
         == last.reason

@@ -91,6 +91,11 @@ def plan(
     )
 
 
+def standing_by(decision: Decision) -> tuple[str, ...]:
+    """Return the hosts that run no workers."""
+    return tuple(node.host for node in decision.standby)
+
+
 def value(decision: Decision, flag: str) -> str | None:
     """Return the value of a flag in the script's arguments."""
     words = decision.script_arguments or ()

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from facts_for_tests import tiny_cluster
+from facts_for_tests import nodes, tiny_cluster
 
 from pipette_launch.facts import Choice, Host, Layout, Plan, Provenance
 from pipette_launch.facts.measurements import MemoryNeed
-from pipette_launch.facts.messages import Decision, Failure, NodeRecord
+from pipette_launch.facts.messages import Decision, Failure, NodeRecord, RunTraining, RunTrial, RunWarmup
 from pipette_launch.facts.plan import refit
 from pipette_launch.planning.replan import Finish, GiveUp, Keep, Measure, Step, TryNext, UseFallback, decide
 
@@ -63,14 +63,8 @@ def decision(*hosts: str, attempt: int = 0, phase: Any = "train") -> Decision:
         solve_s=0.0,
         provenance=Provenance(key="k", made_at="", versions={}, source="measured"),
     )
-    return Decision(
-        phase=phase,
-        tokens=tuple(f"token-{host}" for host in hosts),
-        hosts=hosts,
-        num_slots=(2,) * len(hosts),
-        plan=plan,
-        attempt=attempt,
-    )
+    tokens = tuple(f"token-{host}" for host in hosts)
+    return RunTraining(nodes=nodes(*hosts, tokens=tokens, num_slots=2), plan=plan, attempt=attempt)
 
 
 def test_the_first_round_measures() -> None:
@@ -80,7 +74,7 @@ def test_the_first_round_measures() -> None:
 
 def test_a_round_that_broke_off_in_warmup_measures_again() -> None:
     """A warm-up does not count as a plan."""
-    assert Measure(reason="") == decide([record("a")], ["a"], decision("a", phase="warmup"))
+    assert Measure(reason="") == decide([record("a")], ["a"], RunWarmup.of(decision("a"), order=""))
 
 
 def test_a_restart_keeps_the_plan() -> None:
@@ -245,7 +239,7 @@ def test_other_hosts_are_measured() -> None:
 def test_ranks_follow_the_plans_own_host_order() -> None:
     """A plan names hosts, so each host gets its own ranks in any order of the round."""
     made = decision("a", "b")
-    turned = replace(made, hosts=("b", "a"), tokens=("token-b", "token-a"))
+    turned = replace(made, nodes=made.nodes[::-1])
 
     assert made.ranks_of("token-a") == turned.ranks_of("token-a") == (3, 2)
 
@@ -257,8 +251,7 @@ def test_own_configuration_takes_torchruns_order() -> None:
 
 def test_a_plan_outlives_hosts_that_stood_by() -> None:
     """It is kept while its own hosts are there and no new host is. A host on standby may leave."""
-    held = decision("a", "b", "c").leaving_out(["b"])
-    held = replace(held, plan=None)
+    held = RunTraining.of(decision("a", "b", "c").leaving_out(["b"]), plan=None)
 
     assert isinstance(decide([record(name) for name in "abc"], [*"abc"], held), Keep)
     assert isinstance(decide([record(name) for name in "ac"], [*"ac"], held), Keep)
@@ -277,11 +270,11 @@ WITH_TEMPLATE = replace(PLAN, templates=(SMALLER,), other_hosts=("s",))
 """Three hosts of four train, and the fourth is a spare; there is a plan for two."""
 ON_TEMPLATE = refit(WITH_TEMPLATE, ["a", "c"])
 assert ON_TEMPLATE is not None
-TRAINS = replace(decision("a", "b", "c"), plan=WITH_TEMPLATE, standby=("token-s",), standby_hosts=("s",))
+TRAINS = replace(decision("a", "b", "c"), plan=WITH_TEMPLATE, standby=nodes("s", tokens=("token-s",)))
 STATES: dict[str, Decision | None] = {
     "no plan held": None,
-    "warm-up": replace(TRAINS, phase="warmup", plan=None),
-    "trial": replace(TRAINS, phase="trial", trial=0),
+    "warm-up": RunWarmup.of(TRAINS, order=""),
+    "trial": RunTrial.of(TRAINS, plan=WITH_TEMPLATE, trial=0, iterations=1),
     "unproven": replace(TRAINS, restarts_left=1),
     "proven": replace(TRAINS, proven=True, restarts_left=1),
     "no restarts left": replace(TRAINS, proven=True),
@@ -339,7 +332,7 @@ def happened(state: str, event: str) -> Step:
     held = STATES[state]
     three, two, verdict, failure = EVENTS[event]
     hosts = [*(two if state == "on template" else three)]
-    attempt = held.attempt if held else 0
+    attempt = held.attempt if isinstance(held, RunTraining) else -1 if held else 0
     nodes = [
         record(host, attempt=attempt, verdict=verdict, failure=None if index else failure)
         for index, host in enumerate(hosts)
@@ -406,7 +399,7 @@ def test_a_known_host_that_nobody_needs_stands_by() -> None:
 
 def test_a_host_that_was_left_out_stays_out() -> None:
     """A sick host on standby is unknown to the plan. It neither trains nor hinders the others."""
-    held = replace(TRAINS, standby=("token-s", "token-z"), standby_hosts=("s", "z"))
+    held = replace(TRAINS, standby=nodes("s", "z", tokens=("token-s", "token-z")))
     step = decide([record(name) for name in "acsz"], [*"acsz"], held)
 
     assert isinstance(step, UseFallback)

@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import difflib
 import logging
+import sys
 from collections.abc import Iterable, Sequence
 
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
+HEAD = "pipette-launch: "
+"""Beginning of each line of the launcher."""
+
+
+def say(words: str) -> None:
+    """Print one line of the launcher to stderr."""
+    sys.stderr.write(f"{HEAD}{printable(words)}\n")
+    sys.stderr.flush()
 
 
 def bytes_text(count: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from pipette_launch.launch.cache import default_root
 from pipette_launch.launch.metrics import MetricsFile
 from pipette_launch.launch.node_controller import FileWriter, NodeController, PrivateFolder
 from pipette_launch.launch.options import Options
+from pipette_launch.text import say
 
 OWN_FILES, AGENT_FILES = 256, 4
 """Open files of a launcher without connections, and largest number of connections from another agent."""
@@ -119,9 +119,7 @@ def allow_connections(num_nodes: int, num_workers: int) -> None:
     needed = OWN_FILES + num_nodes * (AGENT_FILES + num_workers)
     most = needed if hard == resource.RLIM_INFINITY else hard
     if needed > most:
-        rendezvous_handler.say(
-            f"{num_nodes} nodes may need {needed} open files, but the limit is {most}; raise it with ulimit -Hn"
-        )
+        say(f"{num_nodes} nodes may need {needed} open files, but the limit is {most}; raise it with ulimit -Hn")
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, most), hard))
 
@@ -132,9 +130,9 @@ def drop_shared_monitor(environ: MutableMapping[str, str], *, num_workers: int) 
     The monitor serves one worker at a time. The other workers would wait three minutes for the monitor before failing.
     """
     if num_workers > 1 and environ.pop(MONITOR, None) is not None:
-        sys.stderr.write(
-            f"pipette-launch: {MONITOR} is not passed on to the workers: ft_launcher gave this launcher a rank "
-            f"monitor, which cannot watch {num_workers} workers\n"
+        say(
+            f"{MONITOR} is not passed on to the workers: ft_launcher gave this launcher a rank monitor, which cannot "
+            f"watch {num_workers} workers"
         )
 
 

@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -28,7 +27,7 @@ from pipette_launch.defaults import ANSWER_S, CONNECT_S, HOST_GONE_S, HOST_SILEN
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts.messages import Member
 from pipette_launch.launch.addresses import loopback_of
-from pipette_launch.text import listed, printable
+from pipette_launch.text import listed, say
 
 SAY_AFTER_S = 10.0
 """Seconds until a node prints that it waits for the host of the rendezvous."""
@@ -50,12 +49,6 @@ GLANCE_S = 1.0
 Answer = TypeVar("Answer")
 
 logger = logging.getLogger(__name__)
-
-
-def say(words: str) -> None:
-    """Print one line of the launcher."""
-    sys.stderr.write(f"pipette-launch: {printable(words)}\n")
-    sys.stderr.flush()
 
 
 def await_name(at: Endpoint, *, patience_s: float) -> None:

@@ -20,6 +20,7 @@ from types import FrameType
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from pipette_launch.launch.outer_launcher import scontrol
+from pipette_launch.text import say
 
 STORE_THREAD = "pipette-store"
 """Prefix of the names of threads that call torch's stores. A call of a store may wait for a host that never answers."""
@@ -160,14 +161,14 @@ def passed_on(is_training: Callable[[], bool], workers: Callable[[], Collection[
         if is_child or pids is None:
             # Do not raise an exception here, because the launcher would report the exception as a fault of the machine.
             if not is_child:
-                sys.stderr.write(f"pipette-launch: {name} ended the job before workers started\n")
+                say(f"{name} ended the job before workers started")
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif not is_training():
             raise SignalException(f"{name} came before the training", sigval=signal.Signals(number))
         # Workers must not get the signal twice, because a second signal kills a Python that is exiting.
         elif not slurm_signals_workers(os.environ):
-            sys.stderr.write(f"pipette-launch: {name} goes on to the workers\n")
+            say(f"{name} goes on to the workers")
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)

@@ -15,7 +15,7 @@ from pipette_launch import defaults
 from pipette_launch.cli.flags import names
 from pipette_launch.errors import OptionError, PipetteError, UsageError
 from pipette_launch.installed import check_installed
-from pipette_launch.text import escape_log_lines, log_for_debugging, nearest_word, printable
+from pipette_launch.text import HEAD, escape_log_lines, log_for_debugging, nearest_word, say
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -167,7 +167,7 @@ def _launch(words: Sequence[str]) -> None:
     options = options_from(args, advice=advice)
     _note_lone_tasks(args, advice, os.environ)
     if options.detail == "verbose":
-        log_for_debugging("pipette_launch", "pipette-launch: ")
+        log_for_debugging("pipette_launch", HEAD)
     launch(args, options, advice=advice)
 
 
@@ -266,7 +266,7 @@ def _cache(text: str | None) -> Path | None:
     homeless = "there is no home folder, so no plan is kept; name a folder with --pipette-cache"
     trouble = distrust(root) if root else homeless
     if trouble:
-        sys.stderr.write(f"pipette-launch: {printable(trouble)}\n")
+        say(trouble)
         return None
     return root
 
@@ -276,7 +276,7 @@ def _note_lone_tasks(args: Namespace, advice: str, environ: Mapping[str, str]) -
     from pipette_launch.agent.rendezvous import becomes_standalone
 
     if advice and becomes_standalone(args) and environ.get("SLURM_LOCALID", "0") == "0":
-        sys.stderr.write(f"pipette-launch: each task of this step trains a job of its own{advice}\n")
+        say(f"each task of this step trains a job of its own{advice}")
 
 
 def _end_as_torchrun(job: Callable[[], None]) -> None:
@@ -290,24 +290,24 @@ def _end_as_torchrun(job: Callable[[], None]) -> None:
         _exit_with(error)
     except (RendezvousConnectionError, RendezvousTimeoutError) as error:
         why = str(error.__cause__ or error).partition("\n")[0] or "too few nodes came in time"
-        sys.stderr.write(
-            f"pipette-launch: error: the nodes cannot meet: {printable(why).rstrip('.')}; check --rdzv-endpoint or "
-            f"--master-addr: all nodes must reach the host in this flag, and the launcher of this host must run\n"
+        say(
+            f"error: the nodes cannot meet: {why.rstrip('.')}; check --rdzv-endpoint or --master-addr: all nodes must "
+            "reach the host in this flag, and the launcher of this host must run"
         )
         sys.exit(1)
     except SignalException as signalled:
-        sys.stderr.write(f"pipette-launch: {signalled.sigval.name} ended the job and its workers\n")
+        say(f"{signalled.sigval.name} ended the job and its workers")
         sys.exit(1)
     except KeyboardInterrupt:
         # torchrun handles signals only after the start of its workers.
-        sys.stderr.write("pipette-launch: SIGINT ended the job before workers started\n")
+        say("SIGINT ended the job before workers started")
         sys.exit(INTERRUPTED)
 
 
 def _exit_with(error: PipetteError) -> NoReturn:
     if isinstance(error, OptionError):
         error = error.renamed(lambda option: f"{PREFIX}{option.replace('_', '-')}")
-    sys.stderr.write(f"pipette-launch: error: {printable(str(error))}\n")
+    say(f"error: {error}")
     sys.exit(error.exit_code)
 
 

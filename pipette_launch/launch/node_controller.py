@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sys
 import tempfile
 import time
 import uuid
@@ -38,12 +37,13 @@ from pipette_launch.launch.hosts import described
 from pipette_launch.launch.metrics import MetricsFile
 from pipette_launch.launch.options import Options
 from pipette_launch.launch.plan_reports import draw_again
-from pipette_launch.launch.terminal import HEAD, Terminal, parts_words
+from pipette_launch.launch.terminal import Terminal, parts_words
 from pipette_launch.launch.training import OutcomeTracker, Recovery, Slowdown, device_peaks, has_trained
 from pipette_launch.launch.trials import trial_progress
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.messages import Sign, WarmupOrder, last_error, last_sign, wait_s
 from pipette_launch.report.plan import outcome_line
+from pipette_launch.text import say
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +86,7 @@ class FileWriter:
         is_done = Event()
         self.submit(is_done.set)
         if not is_done.wait(within_s):
-            sys.stderr.write(
-                f"{HEAD}the file system did not answer within {within_s:g} s, so files of this job are missing\n"
-            )
+            say(f"the file system did not answer within {within_s:g} s, so files of this job are missing")
 
     def _run(self) -> None:
         while True:

@@ -16,6 +16,7 @@ from typing import NoReturn
 from pipette_launch.defaults import SCONTROL_S
 from pipette_launch.errors import ClusterError, UsageError
 from pipette_launch.launch.addresses import own_address
+from pipette_launch.text import say
 
 PORTS_FROM, NUM_PORTS = 20000, 10000
 STEP_STRIDE = 1009
@@ -224,7 +225,7 @@ def take_flags(args: Namespace, given: Collection[str], environ: Mapping[str, st
     """
     index = environ.get(COMPLETION_INDEX, "")
     if index.isdigit() and "master_addr" in given and "node_rank" not in given:
-        sys.stderr.write(f"pipette-launch: taken from {COMPLETION_INDEX}: --node-rank={index}\n")
+        say(f"taken from {COMPLETION_INDEX}: --node-rank={index}")
         args.node_rank = int(index)
     if set(given) & set(RENDEZVOUS):
         return
@@ -248,7 +249,7 @@ def take_flags(args: Namespace, given: Collection[str], environ: Mapping[str, st
     vars(args).update(taken)
     if taken and step.speaks:
         words = " ".join(f"--{name.replace('_', '-')}={value}" for name, value in taken.items())
-        sys.stderr.write(f"pipette-launch: taken from {step.launcher}: {words}\n")
+        say(f"taken from {step.launcher}: {words}")
 
 
 def _check_alone(environ: Mapping[str, str]) -> None:

@@ -21,9 +21,8 @@ from pipette_launch.launch.trials import trial_words
 from pipette_launch.probe.messages import PhaseEnd, Sign
 from pipette_launch.report.measured import measured_screen
 from pipette_launch.report.plan import chosen_line, plan_screen
-from pipette_launch.text import counted, printable
+from pipette_launch.text import HEAD, counted, printable, say
 
-HEAD = "pipette-launch: "
 REFRESH_S = 0.2
 LOG_S = 10.0
 """Shortest time (s) between two progress lines in a log."""
@@ -141,8 +140,7 @@ class Terminal:
 
     def warn(self, words: str) -> None:
         """Print a line that --pipette-quiet does not hide."""
-        sys.stderr.write(f"{HEAD}{printable(words)}\n")
-        sys.stderr.flush()
+        say(words)
 
     def say(self, words: str) -> None:
         """Print a line unless --pipette-quiet is given."""

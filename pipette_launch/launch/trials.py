@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import IntEnum
 from typing import NamedTuple
 
 from pipette_launch import megatron
@@ -32,7 +33,6 @@ def trial_words(decision: RunTrial, *, asked: int) -> str:
 
 def _trial_name(decision: RunTrial, asked: int) -> str:
     plan, choice = decision.plan, decision.choice
-    assert plan is not None
     what = choice.layout.words() if choice else "your own configuration"
     return f"trial {decision.trial + 1} of {min(asked, len(plan.contenders())) + 1}: {what}"
 
@@ -94,7 +94,17 @@ def winner(runs: Sequence[Trial], *, margin: float) -> int | None:
     return None if own.step is None else runs.index(own)
 
 
-def settle(plan: Plan, trials: Trials, *, margin: float) -> Plan:
+class Standing(IntEnum):
+    """Standing of a candidate after the trials, the best first."""
+
+    FASTER = 0
+    """Measured faster than the user's own configuration, beyond the margin and noise."""
+    UNTRIED = 1
+    SLOWER = 2
+    FAILED = 3
+
+
+def with_winner(plan: Plan, trials: Trials, *, margin: float) -> Plan:
     """Make the winner of the trials the chosen candidate. If no trial finished, the plan stays as predicted.
 
     Alternatives that outran the user's own configuration come first, in order of their measured step time. After a
@@ -107,17 +117,20 @@ def settle(plan: Plan, trials: Trials, *, margin: float) -> Plan:
     own = next(run for run in trials.runs if run.is_own)
     runs = {(run.layout, run.placement): run for run in trials.runs if not run.is_own}
 
-    def rank(choice: Choice) -> tuple[int, float]:
+    def standing(choice: Choice) -> tuple[Standing, float]:
         run = runs.get((choice.layout, choice.placement))
         if run is None:
-            return 1, 0.0
-        return 0 if outruns(run, own, margin=margin) else 2 if run.step else 3, run.median_s
+            return Standing.UNTRIED, 0.0
+        if run.step is None:
+            return Standing.FAILED, run.median_s
+        return Standing.FASTER if outruns(run, own, margin=margin) else Standing.SLOWER, run.median_s
 
-    others = [one for one in plan.contenders() if (one.layout, one.placement) != (won.layout, won.placement)]
-    chosen = next((one for one in plan.contenders() if one not in others), plan.own)
-    others.sort(key=rank)
+    contenders = {(one.layout, one.placement): one for one in plan.contenders()}
+    chosen = plan.own if won.is_own else contenders.pop((won.layout, won.placement))
+    others = sorted(contenders.values(), key=standing)
     # The own configuration ran in a trial, so running it is safer than running a plan that is only predicted.
-    in_line = [one for one in others if rank(one)[0] <= (0 if own.step else 2)]
+    last = Standing.FASTER if own.step else Standing.SLOWER
+    num_in_line = sum(standing(one)[0] <= last for one in others)
     finished = sum(run.step is not None for run in trials.runs)
     why = f"Settled by trials of {counted(trials.iterations, 'iteration')} each, {finished} of {len(trials.runs)} ran: "
     took = f"{won.layout.words()} took {seconds_text(won.median_s)} a step"
@@ -133,10 +146,10 @@ def settle(plan: Plan, trials: Trials, *, margin: float) -> Plan:
         reasons = (f"Predicted best, by the model alone, was {plan.chosen.layout.words()}.",)
     return replace(
         plan,
-        chosen=plan.own if won.is_own else chosen,
+        chosen=chosen,
         keeps_own=won.is_own,
         alternatives=tuple(others),
-        num_in_line=len(in_line),
+        num_in_line=num_in_line,
         reasons=(why, *reasons),
         trials=trials,
     )
@@ -218,7 +231,7 @@ class TrialCoordinator:
             return self._next(replace(ended, reason=trial_line(run)), job, plan)
         self._tried = None
         trials = Trials(asked=options.trials, iterations=options.trial_iters, runs=self._runs)
-        settled = settle(plan, trials, margin=options.margin)
+        settled = with_winner(plan, trials, margin=options.margin)
         if settled.setting is not None:
             words = self._script.words(job, settled.chosen.layout)
             settled = replace(settled, setting=replace(settled.setting, new_arguments=words))

@@ -20,10 +20,10 @@ from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.trials import (
     noise_s,
     outruns,
-    settle,
     trial_line,
     tried,
     winner,
+    with_winner,
 )
 from pipette_launch.megatron import failure_of
 from pipette_launch.probe.messages import WarmupOrder
@@ -49,7 +49,7 @@ def run(index: int | None, *steps_s: float) -> Trial:
 
 def settled(*runs: Trial, made: Plan = PLAN) -> Plan:
     """The plan after these trials."""
-    return settle(made, Trials(asked=3, iterations=3, runs=runs), margin=MARGIN)
+    return with_winner(made, Trials(asked=3, iterations=3, runs=runs), margin=MARGIN)
 
 
 steps = st.lists(st.floats(0.1, 10), min_size=3, max_size=7)

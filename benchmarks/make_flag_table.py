@@ -8,8 +8,8 @@ The first form imports the checkout's parser with this Python, so torch and the 
 be installed. It ends with the flags that have no effect yet: add a word for each to data/effects.csv.
 
 DEFINITIONS.json maps a tag to its option strings, each with `dest`, `action`, `nargs`, `type`, `default` and `choices`
-(names, for a flag that takes an enumeration; null for signals, which differ between machines). Only what
-reading a command line needs is kept, for core_v0.14 and later; equal definitions of neighbouring tags share one row.
+(names, for a flag that takes an enumeration; null for signals, which differ between machines). Only what reading a
+command line needs is kept, from the oldest supported release on; equal definitions of neighbouring tags share one row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from pipette_launch.facts.job import PerformanceOptions
-from pipette_launch.megatron.flags import EFFECTS, flag_table, releases
+from pipette_launch.megatron.flags import EFFECTS, OLDEST, flag_table, releases
 from pipette_launch.megatron.layout import DESTS_OF
 from pipette_launch.megatron.pins import HELD_BY, REFUSED, UNMODELLED, UNPLANNED, UNTIMED
 from pipette_launch.megatron.script import script_version
@@ -44,12 +44,12 @@ ACTIONS = {"BooleanOptionalAction": "boolean_optional", "help": "help"}
 
 
 def named_releases(definitions: dict[str, Any]) -> dict[str, Any]:
-    """Tags from core_v0.14 on, by release."""
+    """Tags of supported releases, by release."""
     named = {
         VERSION_OF_MAIN if tag == "main" else tag.removeprefix("core_v").rsplit(".", 1)[0]: flags
         for tag, flags in definitions.items()
     }
-    return {release: flags for release, flags in named.items() if int(release.split(".")[1]) >= 14}
+    return {release: flags for release, flags in named.items() if int(release.split(".")[1]) >= OLDEST[1]}
 
 
 def row(flag: dict[str, Any]) -> list[Any]:

@@ -18,7 +18,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 FULL_LAYOUT = (*LAYOUT, "context_parallel_size", "data_parallel_size", "expert_model_parallel_size")
 RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
-"""Forms of the distributed optimizer's state that another TP and PP can take; the second is megatron-core 0.14's."""
+"""Forms of the distributed optimizer's state that another TP and PP can take."""
 
 
 class CheckpointError(ValueError):

@@ -6,8 +6,7 @@ TE, LOCAL = "--cuda-graph-impl transformer_engine", "--cuda-graph-impl local"
 ROUTER = "moe_router moe_preprocess"
 SPELLINGS: dict[str, list[tuple[str, str]]] = {
     "nothing": [
-        *[(version, "") for version in ("0.14.0", "0.16.1", "0.18.0", "0.20.0")],
-        ("0.15.0", "--cuda-graph-scope attn"),
+        *[(version, "") for version in ("0.16.1", "0.18.0", "0.20.0")],
         ("0.17.0", "--cuda-graph-scope attn mlp"),
         ("0.17.0", f"{LOCAL} --cuda-graph-scope full_iteration_inference"),
         ("0.20.0", "--cuda-graph-modules attn mlp"),
@@ -15,11 +14,6 @@ SPELLINGS: dict[str, list[tuple[str, str]]] = {
         ("0.20.0", f"{LOCAL} --cuda-graph-modules full_iteration_inference"),
     ],
     "whole layers": [
-        ("0.14.0", "--enable-cuda-graph"),
-        ("0.14.0", "--enable-cuda-graph --cuda-graph-scope attn"),
-        ("0.14.0", "--external-cuda-graph"),
-        ("0.15.0", f"{LOCAL} --cuda-graph-scope attn"),
-        ("0.15.0", TE),
         ("0.16.1", LOCAL),
         ("0.16.1", f"{TE} --cuda-graph-scope full"),
         ("0.18.0", "--external-cuda-graph"),
@@ -38,8 +32,6 @@ SPELLINGS: dict[str, list[tuple[str, str]]] = {
         ("0.20.0", f"{TE} --cuda-graph-modules mlp attn"),
     ],
     "attention": [
-        ("0.14.0", "--external-cuda-graph --cuda-graph-scope attn"),
-        ("0.15.0", f"{TE} --cuda-graph-scope attn"),
         ("0.16.1", f"{TE} --cuda-graph-scope attn"),
         ("0.18.0", f"{TE} --cuda-graph-scope attn"),
         ("0.20.0", f"{TE} --cuda-graph-modules attn"),
@@ -52,7 +44,6 @@ SPELLINGS: dict[str, list[tuple[str, str]]] = {
         ("0.20.0", f"{LOCAL} --cuda-graph-modules moe_preprocess"),
     ],
     "the whole iteration": [
-        ("0.14.0", "--enable-cuda-graph --cuda-graph-scope full_iteration"),
         ("0.16.1", f"{LOCAL} --cuda-graph-scope full_iteration"),
         ("0.18.0", "--cuda-graph-scope full_iteration"),
         ("0.19.0", "--cuda-graph-modules full_iteration"),

@@ -105,7 +105,7 @@ def _read(words: Sequence[str], row: GoldenRow, version: str) -> Job:
 
 
 def _read_old(words: Sequence[str], row: GoldenRow, version: str) -> Job:
-    """Read a job of 0.14 or before: up to 0.12 layers had biases beside experts without, which 0.14 refuses."""
+    """Read a job of an older release: up to 0.12 layers had biases beside experts without them."""
     if "--num-experts" not in words or "--disable-bias-linear" in words:
         return _read(words, row, version)
     job = _read([*words, "--disable-bias-linear"], row, version)

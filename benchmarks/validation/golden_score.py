@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.validation.folds import families
 from benchmarks.validation.golden_jobs import DEVICES, ReadLayout
+from benchmarks.validation.golden_rows import release_words
 from benchmarks.validation.lines import Line
 from benchmarks.validation.scores import errors
 from benchmarks.validation.workspace import (
@@ -18,6 +19,7 @@ from benchmarks.validation.workspace import (
     fitted_bytes,
     stated_bytes,
 )
+from pipette_launch.cost.memory.overhead import NUM_OVERLAP_STREAMS
 from pipette_launch.facts import Job, ModelSpec
 from pipette_launch.facts.job import PerformanceOptions
 from pipette_launch.text import MIB
@@ -25,6 +27,8 @@ from pipette_launch.text import MIB
 DATA = "golden memory"
 LARGE = 6.5e9
 """Parameters from which a model counts as 7B or larger."""
+FIRST_OWN_WORKSPACE = (0, 16)
+"""First release whose containers have a TransformerEngine (2.10) that gives products without overlap a workspace."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +57,13 @@ class Scored:
     def workspace_bytes(self) -> float:
         """Workspaces, stated from the libraries' constants and the test's environment."""
         row = self.read.layout.newest
-        return stated_bytes(self.job, DEVICES.get(row.gpu, ""), row.configuration.environment)
+        device, variables = DEVICES.get(row.gpu, ""), row.configuration.environment
+        stated = stated_bytes(self.job, device, variables)
+        if not self.job.options.tp_comm_overlap or release_words(row.tag) >= FIRST_OWN_WORKSPACE:
+            return stated
+        plain = replace(self.job, options=replace(self.job.options, tp_comm_overlap=False))
+        own = (stated - stated_bytes(plain, device, variables)) / NUM_OVERLAP_STREAMS
+        return stated - own
 
     @property
     def residual(self) -> Residual | None:

@@ -101,5 +101,5 @@ class Found:
 
 
 def counted(notes: Iterable[str]) -> tuple[str, ...]:
-    """Each note once, with how often it came: `39 x tag older than 0.14 read as 0.14`."""
+    """Each note once, with how often it came: `39 x tag older than 0.16 read as 0.16`."""
     return tuple(f"{count} x {note}" for note, count in Counter(notes).most_common())

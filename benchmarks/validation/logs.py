@@ -47,6 +47,8 @@ EXPERTS = {"mixtral-8x7b": (8, 2), "mixtral-8x22b": (8, 2)}
 """Experts and how many of them a token goes to."""
 ADAM_BYTES = 8
 MASTER_BYTES = 4
+FIRST_DUMMIES = (0, 14)
+"""First release whose own linear layers use TransformerEngine's dummy gradients."""
 NOTES = (
     (
         "What a log does not print is taken from its notes and the model's name: vocabulary, grouped queries, experts; "
@@ -217,6 +219,8 @@ def of_release(job: Job, code: str) -> Job:
 def closed_form(stage: Stage) -> tuple[float, float]:
     """Peak, and bytes allocated after the step, of one stage by the closed form."""
     parts = peak_memory_bytes(stage.job, stage.job.own)[stage.row["stage"]]
+    if stage.job.release < FIRST_DUMMIES:
+        parts = replace(parts, dummy_gradients=0)
     peak = first_iteration_peak(parts, stage.job) if stage.row["when"] == "iter1" else parts.total
     return peak, parts.static
 

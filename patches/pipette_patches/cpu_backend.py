@@ -359,4 +359,4 @@ def _replacements() -> tuple[Replacement, ...]:
     return (*TORCH, *CORE, *TRAINING)
 
 
-PATCH = Patch(name="cpu_backend", supports=SpecifierSet(">=0.14,<0.21"), replacements=_replacements)
+PATCH = Patch(name="cpu_backend", supports=SpecifierSet(">=0.16,<0.21"), replacements=_replacements)

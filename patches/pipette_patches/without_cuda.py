@@ -281,7 +281,7 @@ WITHOUT_ENGINE = (
     *in_module(f"{_MOE}.moe_utils", {"te_general_gemm": instead(None)}, may_be_absent=True, versions="<0.17"),
     *in_module("megatron.core.transformer.dot_product_attention", {"DotProductAttention.__init__": _with_head_widths}),
     # Megatron-FSDP with TP checks modules against a class that is None without Transformer Engine.
-    *in_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter", {"TELinear": _a_class}, versions=">=0.16,<0.18"),
+    *in_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter", {"TELinear": _a_class}, versions="<0.18"),
     # From 0.20 on, multi-token prediction checks layers against the classes of Transformer Engine below.
     *in_module(
         "megatron.core.tensor_parallel.inference_layers",

@@ -29,7 +29,7 @@ from pipette_launch.probe.health.verdicts import judge
 from pipette_launch.text import bytes_text, counted
 
 PYTHON = SpecifierSet(">=3.10,<3.14")
-NEEDED = {"torch": SpecifierSet(">=2.6"), "megatron-core": SpecifierSet(">=0.14")}
+NEEDED = {"torch": SpecifierSet(">=2.6"), "megatron-core": SpecifierSet(">=0.16")}
 KNOWN = {"torch": SpecifierSet("<2.16"), "megatron-core": SpecifierSet("<0.21")}
 """Tested releases of the packages. Later releases may work."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's own, not a temporary file of ours

@@ -444,10 +444,8 @@ Count = TypeVar("Count", int, NDArray[np.int64])
 
 EXECUTABLE = ("eager-1f1b", "zb-h1", "zb-1p", "zb-2p", "interleaved-zb", "gis", "1f1b-v", "v-half", "v-min", "v-zb")
 """Names of the additional schedules that the patch `schedules` executes."""
-RELEASES = ((0, 14), (0, 21))
+RELEASES = ((0, 16), (0, 21))
 """Oldest megatron-core release that the patch `schedules` supports, and the first later release that it refuses."""
-FOLDING_RELEASE = (0, 16)
-"""Oldest release of megatron-core in which the patch supports the placement `v`."""
 
 
 def schedule_names(given: str) -> tuple[str, ...]:

@@ -36,15 +36,13 @@ def _fixes_random_state(arguments: Arguments, ep: int) -> bool:
     return ep > 1 and release_of(arguments.version) == (0, 16) and not arguments.get("no_load_rng")
 
 
-def _kept_fields(arguments: Arguments, sharding: str | None, *, is_sharded: bool) -> tuple[str, ...]:
+def _kept_fields(sharding: str | None, *, is_sharded: bool) -> tuple[str, ...]:
     """Return the fields that another layout must keep to load the optimizer's state.
 
-    `sharding` is the format in which the distributed optimizer is saved. With None, the format is the default of the
-    Megatron release.
+    `sharding` is the format in which the distributed optimizer is saved. With None, the format is Megatron's default.
     """
-    usual = "fully_sharded_model_space" if release_of(arguments.version) < (0, 15) else "dp_reshardable"
     # The state of a non-distributed optimizer is sharded like the parameters.
-    if not is_sharded or (sharding or usual) in ("fully_reshardable", "fully_sharded_model_space"):
+    if not is_sharded or (sharding or "dp_reshardable") in ("fully_reshardable", "fully_sharded_model_space"):
         return ("use_distributed_optimizer",)
     # The other formats also need equal gradient buckets, whose sizes depend on whether gradients are reduced early.
     return (*MODEL_FIELDS, *OPTIMIZER_FIELDS)
@@ -179,7 +177,7 @@ def _of_torch_dist(
         )
     is_sharded = bool(written.get("use_distributed_optimizer", own.use_distributed_optimizer))
     reads_optimizer = reads_optimizer and not saved.get("no_save_optim")
-    keeps = _kept_fields(arguments, sharding, is_sharded=is_sharded) if reads_optimizer else ()
+    keeps = _kept_fields(sharding, is_sharded=is_sharded) if reads_optimizer else ()
     # With --use-mp-args-from-checkpoint-args the user's own layout has the checkpoint's sizes, but a plan may change
     # the sizes.
     values = {name: written[name] for name in (*keeps, *(MODEL_FIELDS if takes_sizes else ())) if name in written}
@@ -320,7 +318,7 @@ def continuation(words: Sequence[str], job: Job, layout: Layout) -> Continuation
         note = f"--ckpt-format {ckpt_format} fixes {', '.join(fields)}; --ckpt-format torch_dist{also} lets them change"
         return Continuation(kept=fields, note=note)
     sharding = _sharding_of_saves(arguments)
-    kept = _kept_fields(arguments, sharding, is_sharded=is_sharded) if has_optimizer else ()
+    kept = _kept_fields(sharding, is_sharded=is_sharded) if has_optimizer else ()
     if len(kept) > 1:
         is_sized = any(map(arguments.get, ("ddp_bucket_size", "ddp_num_buckets")))
         # Without overlap of gradient reduction and backward, all gradients lie in one bucket, so replicas do not
@@ -340,7 +338,7 @@ def _sharding_of_saves(arguments: Arguments) -> str:
     """Return the format in which a distributed optimizer will be saved (`distrib_optim_sharding_type`)."""
     if arguments.get("dist_ckpt_optim_fully_reshardable"):
         return "fully_reshardable"
-    if release_of(arguments.version) >= (0, 15) and not arguments.get("dist_ckpt_save_pre_mcore_014"):
+    if not arguments.get("dist_ckpt_save_pre_mcore_014"):
         return "dp_reshardable"
     is_parallel = arguments.get("ckpt_fully_parallel_save") is not False
     return "fully_sharded_model_space" if is_parallel else "dp_zero_gather_scatter"

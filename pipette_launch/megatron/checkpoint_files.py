@@ -170,27 +170,21 @@ WHERE_MISSING = (
 ALWAYS = (
     "num_query_groups group_query_attention position_embedding_type add_position_embedding "
     "use_rotary_position_embeddings rotary_base rotary_percent rotary_interleaved add_bias_linear add_qkv_bias "
-    "squared_relu swiglu untie_embeddings_and_output_weights apply_layernorm_1p normalization "
+    "squared_relu swiglu untie_embeddings_and_output_weights normalization "
     "apply_query_key_layer_scaling attention_dropout hidden_dropout spec num_experts moe_layer_freq "
     "moe_ffn_hidden_size moe_router_topk moe_router_pre_softmax moe_grouped_gemm moe_shared_expert_intermediate_size "
     "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads heterogeneous_layers_config_path "
-    "heterogeneous_layers_config_encoded_json tiktoken_pattern"
+    "heterogeneous_layers_config_encoded_json tiktoken_pattern "
+    "moe_router_score_function moe_router_enable_expert_bias moe_router_topk_scaling_factor moe_latent_size"
 ).split()
 """Destinations that Megatron always reads from the checkpoint, instead of the user's own value."""
 ALWAYS_SINCE = {
-    (0, 16): (
-        "moe_router_score_function",
-        "moe_router_enable_expert_bias",
-        "moe_router_topk_scaling_factor",
-        "moe_latent_size",
-    ),
     (0, 17): ("mtp_hybrid_override_pattern", "mtp_num_layers", "mtp_use_repeated_layer"),
     (0, 18): ("moe_single_grouped_weight", "moe_single_grouped_bias"),
     (0, 20): ("gdp_num_householder",),
 }
 """Further destinations that Megatron always reads from the checkpoint, by the first release that does so."""
 ALWAYS_BEFORE = {
-    (0, 15): ("moe_token_dispatcher_type",),
     (0, 17): ("hybrid_override_pattern", "is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio"),
 }
 """Further destinations that Megatron always reads from the checkpoint, by the first release that no longer does so."""
@@ -237,8 +231,6 @@ def _taken(arguments: Arguments, saved: Saved) -> Iterator[tuple[str, Any]]:
     always = always_taken(release)
     if arguments.get("use_tokenizer_model_from_checkpoint_args"):
         always += ["tokenizer_model", "tokenizer_type"]
-    elif release < (0, 15):
-        always.append("tokenizer_type")
     older_pattern = saved.get("hybrid_override_pattern") if release >= (0, 17) else None
     values = {**saved, **({"hybrid_layer_pattern": older_pattern, "num_layers": None} if older_pattern else {})}
     if saved.get("num_experts") is None:

@@ -33,8 +33,6 @@ FIRST_CUT_PATTERNS = (0, 17)
 
 In earlier releases, all stages of a hybrid model have the same number of layers.
 """
-FIRST_APART = (0, 16)
-"""First release in which multi-token prediction and the head may be on different stages."""
 Chunks = tuple[int, ...]
 
 
@@ -143,7 +141,7 @@ def read_chunks(arguments: Arguments, *, pp: int, num_layers: int) -> Split:
 
 
 def write_chunks(arguments: Arguments, split: Split, *, pp: int, num_layers: int) -> Arguments:
-    """Write a split as flags that every release from 0.14 on has, and delete all other flags for the split."""
+    """Write a split as flags that every release has, and delete all other flags for the split."""
     bare = arguments.without(*SPLIT_DESTS)
     pattern = hybrid_pattern(bare)
     if pattern and len(pattern.stages) > 1:
@@ -253,21 +251,16 @@ def _written_out(arguments: Arguments) -> str:
 def _chunks_after_prediction(arguments: Arguments, stages: list[str], pp: int) -> int:
     """Count the chunks after the chunk with multi-token prediction (m)."""
     places = [place for place, stage in enumerate(stages) if "m" in stage]
-    layers, release = "".join(stages), release_of(arguments.version)
+    layers = "".join(stages)
     after = len(stages) - 1 - places[0]
     for is_wrong, reason in (
         ("t" in layers[layers.index("m") :], "multi-token prediction (m) must stand behind all layers (t)"),
         (len(places) > 1, "all depths of multi-token prediction (m) must stand in one stage"),
         (after >= pp, f"multi-token prediction (m) must stand in one of the last {pp} stages"),
-        (
-            after and (0, 15) <= release < FIRST_APART,
-            "before 0.16 multi-token prediction (m) must stand in the last stage",
-        ),
     ):
         if is_wrong:
             raise arguments.refusal(reason, STAGES)
-    # Megatron 0.14 accepts another stage for multi-token prediction, but always builds the layers on the last stage.
-    return 0 if release < (0, 15) else after
+    return after
 
 
 def _virtual_stages(arguments: Arguments, pp: int, num_layers: int) -> int:
@@ -300,8 +293,7 @@ def _from_counts(arguments: Arguments, pp: int, num_layers: int, vpp: int) -> Ch
     if pp == 1 and named and (ranks < 0 or left):
         shown = arguments.shown_given(*ENDS)
         raise MegatronError(f"{shown}: a pipeline of one rank has one stage with all {num_layers} layers; remove it")
-    # Before Megatron 0.16, pipeline ranks in the middle may have no layers.
-    least = 0 if release_of(arguments.version) < (0, 16) or not given else 1
+    least = 1 if given else 0
     uneven = left % ranks != 0 or left < least if ranks > 0 else left != 0
     if uneven or min(given.values(), default=1) < 1:
         shown = arguments.shown_given(*ENDS, *ACCOUNTS)

@@ -19,7 +19,8 @@ from pipette_launch.errors import MegatronError, check_all
 from pipette_launch.facts import files
 from pipette_launch.text import nearest_word
 
-OLDEST = (0, 14)
+OLDEST = (0, 16)
+"""Oldest supported release of Megatron. CONTRIBUTING.md says when it rises."""
 CLOSE = 0.85
 """Least similarity (difflib) of a mistyped flag to the known flag.
 
@@ -112,13 +113,14 @@ class Token:
 
 
 def release_of(version: str) -> tuple[int, int]:
-    """Return the release as numbers: `0.16.1` -> (0, 16). Raise MegatronError for releases before 0.14."""
+    """Return the release as numbers: `0.16.1` -> (0, 16). Raise MegatronError for releases before OLDEST."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if not match:
         raise MegatronError(f"Megatron version {version!r} is not of the form 0.16.1; see what the script imports")
     release = (int(match[1]), int(match[2]))
     if release < OLDEST:
-        raise MegatronError(f"Megatron {version} is older than core_v0.14, the oldest supported release")
+        oldest = "core_v{}.{}".format(*OLDEST)
+        raise MegatronError(f"Megatron {version} is older than {oldest}, the oldest supported release")
     return release
 
 
@@ -415,7 +417,7 @@ SHORT_SIZES = {
 }
 """Full flags by short names that Megatron's parser refuses. `tp` covers `--tp`, `-tp` and `--tp_size`."""
 NEW_NAMES = {"--checkpoint-num-layers": "--recompute-num-layers", "--use-custom-fsdp": "--use-megatron-fsdp"}
-"""New names of flags that Megatron renamed before 0.14."""
+"""New names of flags that Megatron renamed before OLDEST."""
 RECIPE = re.compile(r"(model)?(recipe|family|factory|config|yaml|exp|experiment)(name|file|path|dir)?|modelfamilyname")
 """Pattern of flags that name a recipe or a recipe's file in Megatron-Bridge, NeMo, Primus and other trainers."""
 PRETRAINED = re.compile(r"model(id|name|path|nameorpath)?|(hf|pretrained)(model)?(id|name|path|nameorpath)?")

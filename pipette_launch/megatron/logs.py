@@ -40,7 +40,7 @@ class Iteration(NamedTuple):
 
 
 def parse_iteration(line: str) -> Iteration | None:
-    """Read an iteration line of any release from 0.14 on. Return None for all other lines.
+    """Read an iteration line of any release. Return None for all other lines.
 
     Releases add and remove fields of the line, so the parser searches each field by name.
     """
@@ -62,7 +62,7 @@ class MemoryLine(NamedTuple):
 
 
 def parse_memory(line: str) -> MemoryLine | None:
-    """Read a memory line of any release from 0.14 on. Return None for all other lines."""
+    """Read a memory line of any release. Return None for all other lines."""
     found = MEMORY.search(line)
     if not found:
         return None

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Job
 from pipette_launch.facts.job import (
     ALLOCATOR_VARIABLES,
     EXPANDABLE,
-    ITERATION,
-    LOCAL,
     SCRIPT_ONLY,
     PerformanceOptions,
     allocator_options,
@@ -21,22 +19,20 @@ from pipette_launch.megatron.chunks import HYBRID_SPECS, PATTERN_DESTS
 from pipette_launch.megatron.flags import EFFECTS, Arguments, flag_defaults, release_of, releases
 from pipette_launch.megatron.model import FIRST_ABSORBED, GATED_DELTA_NETS
 
-_ITEM_TYPES = {
-    name: get_args(hint)[0] if get_origin(hint) is tuple else None
+_OPTIONS = {
+    name: get_origin(hint) is tuple
     for name, hint in get_type_hints(PerformanceOptions).items()
     if name in {option.name for option in fields(PerformanceOptions)}
 }
-"""Type of each item of an option with several values. The type is `None` for options with one value."""
+"""For each option, True if it has several values."""
 _READ_ELSEWHERE = "calculate_per_token_loss moe_layer_recompute qk_layernorm reset_attention_mask window_size".split()
 NOT_PRICED = [dest for dest, effect in EFFECTS.items() if effect == "not priced"]
-DESTS = {*_ITEM_TYPES, *_READ_ELSEWHERE, *NOT_PRICED, *(dest for dest in EFFECTS if EFFECTS[dest] == "small")}
+DESTS = {*_OPTIONS, *_READ_ELSEWHERE, *NOT_PRICED, *(dest for dest in EFFECTS if EFFECTS[dest] == "small")}
 """Destinations of the flags that `Job.performance_flags` contains.
 
 Jobs that differ in one of these flags must not share plans or measurements.
 """
 _FIRST_OFFLOAD_SHARE = (0, 19)
-_FIRST_PARTS = (0, 16)
-"""First release whose local CUDA graphs may hold parts of a layer."""
 
 
 def performance_flags(arguments: Arguments, *, every: bool = False) -> tuple[str, ...]:
@@ -97,7 +93,7 @@ def plannable_offload(job: Job) -> list[tuple[str, ...]]:
 def options_of_flags(flags: Sequence[str], version: str) -> PerformanceOptions:
     """Return the options that texts such as `--flag value` set, and the defaults of a release for other options.
 
-    Published measurements contain jobs of releases before 0.14, whose flags are read as flags of 0.14.
+    Published measurements contain jobs of older releases, whose flags are read as flags of the oldest one in the table.
     """
     return options_of(_arguments(flags, version))
 
@@ -122,20 +118,13 @@ def options_of(arguments: Arguments) -> PerformanceOptions:
     values: dict[str, Any] = {}
     if arguments.get("fp4_param"):  # The destination of --fp4-param-gather until 0.17.
         values["fp4_param_gather"] = True
-    for name, item_type in _ITEM_TYPES.items():
+    for name, has_items in _OPTIONS.items():
         value = arguments.get(name)
-        if item_type and value is not None:
-            # For the same option, one release takes a single value or a text, and another release takes several values
-            # or a number.
-            try:
-                value = tuple(map(item_type, value if isinstance(value, list) else [value]))
-            except ValueError:
-                raise arguments.refusal("each value must be a number", name) from None
+        if has_items and value is not None:
+            # The default of an option with several values may be a single value.
+            value = tuple(value) if isinstance(value, list) else (value,)
         if value is not None:
             values[name] = value
-    is_local = values.get("enable_cuda_graph") or values.get("cuda_graph_impl") == LOCAL
-    if is_local and release_of(arguments.version) < _FIRST_PARTS and values["cuda_graph_scope"] != (ITERATION,):
-        values["cuda_graph_scope"] = ()  # Before 0.16 a local graph holds the whole layer under each other scope.
     return PerformanceOptions(**values)
 
 

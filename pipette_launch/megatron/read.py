@@ -286,17 +286,8 @@ def _notes(given: Arguments, own: Layout, flags_layout: Layout, refusal: Megatro
     if given.get("freeze_all_layers") and release_of(given.version) < (0, 20) and own.pp > 1:
         reason = "before Megatron 0.20, pipeline ranks behind the first also run backwards, which are not counted"
         notes.append(f"{given.shown('freeze_all_layers')}: {reason}")
-    is_delayed = given.get("fp8") and given.get("fp8_recipe") == "delayed"
-    keeps_input = given.get("moe_shared_expert_intermediate_size") and "shared_experts" not in own.recompute.modules
-    if is_delayed and keeps_input and release_of(given.version) < (0, 16):
-        reason = "before Megatron 0.16, shared experts with delayed scaling need TransformerEngine older than 2.6"
-        notes.append(f"{given.shown('fp8')}: {reason}; choose another --fp8-recipe, or recompute shared_experts")
     if own != flags_layout:
         notes.append(f"your own configuration is taken as {own.words()}, as the checkpoint demands")
-    layout = given.get("pipeline_model_parallel_layout") or ""
-    if release_of(given.version) < (0, 15) and "m" in layout.rpartition("|")[0]:
-        shown = given.shown("pipeline_model_parallel_layout")
-        notes.append(f"{shown}: Megatron 0.14 always builds multi-token prediction (m) on the last stage")
     notes += [
         f"{given.shown(dest)}: its layers are measured; memory and exchanges are predicted as for standard layers"
         for dest in unmodelled(given)

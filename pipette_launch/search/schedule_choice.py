@@ -21,7 +21,7 @@ from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts import Choice, Cluster, Job, Layout, Recompute
 from pipette_launch.facts.job import flag_of
 from pipette_launch.facts.layout import NO_RECOMPUTE
-from pipette_launch.facts.schedule import FOLDING_RELEASE, RELEASES, PassTimes, Schedule, ScheduleFile, schedule_of
+from pipette_launch.facts.schedule import RELEASES, PassTimes, Schedule, ScheduleFile, schedule_of
 from pipette_launch.search.candidates import Candidate, Promising, SearchInputs
 from pipette_launch.search.choose import choice_of
 from pipette_launch.search.placement import begin, improved_once
@@ -157,9 +157,7 @@ def _ways(inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], na
         return []
     memory = _LayoutMemory(inputs=inputs, layout=layout, stock_peaks=stock_peaks)
     splits = inputs.job.model.transformer_impl == "local"
-    can_fold = (
-        layout.vpp == 2 and layout.pp > 2 and not layout.layers_per_chunk and inputs.job.release >= FOLDING_RELEASE
-    )
+    can_fold = layout.vpp == 2 and layout.pp > 2 and not layout.layers_per_chunk
     found = []
     for name in sorted(names, key=lambda name: SCHEDULES[name].by_times is not None):
         known = SCHEDULES[name]

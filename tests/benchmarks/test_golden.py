@@ -240,7 +240,7 @@ def test_unknown_tags_and_flags_are_read_with_a_note(tmp_path: Path) -> None:
     found = read_layout(layout)
 
     assert found.job is not None
-    assert ("tag older than 0.14 read as 0.14", "flag not known to Megatron 0.14: --brand-new") == found.notes
+    assert ("tag older than 0.16 read as 0.16", "flag not known to Megatron 0.16: --brand-new") == found.notes
     assert ("0.99.0", 1) == (nearest_release("core_v0.99.0")[0], len(nearest_release("core_v0.99.0")[1]))
     assert ("0.20", 1) == (nearest_release("dev")[0], len(nearest_release("dev")[1]))
     assert ("0.16.1", []) == nearest_release("core_v0.16.1")

@@ -19,7 +19,7 @@ import pytest
 from pipette_launch.facts import Job, Layout, Recompute
 from pipette_launch.facts.co_location import Domains
 from pipette_launch.megatron import read_job, script_version, write_arguments
-from pipette_launch.megatron.flags import Arguments, release_of
+from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.rules.broken import Rules
 from pipette_launch.megatron.rules.judge import broken_rule
 from pipette_launch.search.layouts import base_layouts
@@ -211,10 +211,8 @@ def test_megatrons_script_agrees() -> None:
     if not CHECKOUT:
         pytest.skip("MEGATRON_LM_DIR names no checkout of Megatron-LM")
     version = script_version(f"{CHECKOUT}/pretrain_gpt.py", {})
-    # Before 0.15 experts have no biases at all.
-    kinds = [kind for kind in KINDS if kind != "experts-with-biases" or release_of(version) >= (0, 15)]
     # The script takes half a second for each.
-    proposed = [(argv, job, some[::6]) for argv, job, some in (emitted(kind, version) for kind in kinds)]
+    proposed = [(argv, job, some[::6]) for argv, job, some in (emitted(kind, version) for kind in KINDS)]
     lines = [(WORLD_SIZE, write_arguments(argv, job=job, layout=one)) for argv, job, some in proposed for one in some]
     answers = iter(asked("megatron_namespace.py", lines, PYTHONPATH=CHECKOUT))
     for _, job, layouts in proposed:

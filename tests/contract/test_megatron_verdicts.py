@@ -44,7 +44,6 @@ STRICTER = {
     "contradict each other: --num-query-groups": "query groups that do not divide the heads fail in the first forward",
     "to more experts than the model has": "torch.topk raises in the first forward",
     "a pipeline of one rank has one stage": "Megatron would leave out layers without a word",
-    "layers for 0 ranks": "before 0.16 Megatron would leave out layers without a word",
     "FP8 needs a width of Mamba's projection": "a middle stage fails, which the judge does not build",
     "not modelled": "nothing is known of such jobs, as the message says",
 }

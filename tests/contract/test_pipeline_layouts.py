@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import warnings
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from pipette_launch.errors import MegatronError
 from pipette_launch.megatron import script_version
 from pipette_launch.megatron.chunks import Split, read_chunks
-from pipette_launch.megatron.flags import Arguments, release_of
+from pipette_launch.megatron.flags import Arguments
 
 torch = pytest.importorskip("torch", reason="needs torch")
 core = pytest.importorskip("megatron.core", reason="needs megatron-core")
@@ -38,10 +37,7 @@ def load(path: Path) -> Any:
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    with warnings.catch_warnings():
-        # 0.14 asserts a tuple.
-        warnings.simplefilter("ignore", SyntaxWarning)
-        spec.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module.PipelineParallelLayerLayout
 
 
@@ -61,8 +57,6 @@ def theirs(text: str, pp: int, num_layers: int, depths: int) -> Split | None:
     stages = [[kind.name for kind in found.layout[place % pp][place // pp]] for place in range(pp * vpp)]
     chunks = tuple(stage.count("decoder") for stage in stages)
     after = next((place for place, stage in enumerate(reversed(stages)) if "mtp" in stage), 0)
-    # The models of 0.14 build the depths on the last stage, whatever the layout says.
-    after = 0 if release_of(VERSION) < (0, 15) else after
     return Split(vpp, () if len(set(chunks)) == 1 else chunks, after) if vpp == 1 or pp > 1 else None
 
 
@@ -115,11 +109,11 @@ def test_any_text_is_read_as_by_megatron(text: str, pp: int, depths: int) -> Non
 
 
 def test_megatrons_own_example() -> None:
-    """DeepSeek-V3 on 16 stages, as Megatron's documents cut it: legal from 0.16 on, and refused by 0.15."""
+    """DeepSeek-V3 on 16 stages, as Megatron's documents cut it, is legal."""
     case = ("Et*3|(tt|)*29,m|L", 16, 61, 1)
 
     assert theirs(*case) == ours(*case)
-    assert (ours(*case) is None) == (release_of(VERSION) == (0, 15))
+    assert ours(*case) is not None
 
 
 @pytest.mark.parametrize(
@@ -183,7 +177,7 @@ def test_megatrons_own_example() -> None:
     ],
 )
 def test_layouts_of_recipes_are_read_as_by_megatron(text: str) -> None:
-    """Layouts that Megatron-Bridge, Megatron-LM 0.14 to 0.20 and the MoE ModelZoo name, with each fitting pipeline."""
+    """Layouts that Megatron-Bridge, Megatron-LM 0.16 to 0.20 and the MoE ModelZoo name, with each fitting pipeline."""
     stages = LAYOUTS.parse_str_to_list(text)
     names = [kind.name for stage in stages for kind in stage]
     for pp in (size for size in range(1, len(stages) + 1) if len(stages) % size == 0):

@@ -504,7 +504,7 @@ def test_keeps_what_was_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         ({"job": tiny_job(own=Layout(tp=2, dp=2), pinned=("tp",), train_iters=77)}, True),
         ({"host": replace(HOST, cores=99)}, False),
         ({"job": tiny_job(model=tiny_model(num_layers=8))}, False),
-        ({"job": tiny_job(megatron_version="0.15.0")}, False),
+        ({"job": tiny_job(megatron_version="0.17.0")}, False),
         ({"job": tiny_job(performance_flags=("--cross-entropy-loss-fusion",))}, False),
         ({"versions": {"torch": "2.12.0"}}, False),
     ],

@@ -191,9 +191,8 @@ def test_the_stage_of_token_prediction_is_kept(tmp_path: Path, layout: str, afte
     ("flags", "sharding", "version", "pinned"),
     [
         (SHARDED, "fully_reshardable", "0.16.1", ("use_distributed_optimizer",)),
-        (SHARDED, "fully_sharded_model_space", "0.14.0", ("use_distributed_optimizer",)),
-        (SHARDED, None, "0.14.0", ("use_distributed_optimizer",)),
-        (SHARDED, None, "0.15.0", KEPT),
+        (SHARDED, "fully_sharded_model_space", "0.16.1", ("use_distributed_optimizer",)),
+        (SHARDED, None, "0.16.1", KEPT),
         ("", None, "0.16.1", ("use_distributed_optimizer",)),
         (f"{SHARDED} --finetune", "dp_reshardable", "0.16.1", ()),
         (f"{SHARDED} --no-load-optim", "dp_reshardable", "0.16.1", ()),
@@ -352,8 +351,12 @@ RESHARDS = "--dist-ckpt-optim-fully-reshardable"
         ),
         (f"{SAVES} {SHARDED} {RESHARDS}", "0.16.1", ("use_distributed_optimizer",), ""),
         (f"{SAVES} {SHARDED} --dist-ckpt-save-pre-mcore-014", "0.16.1", ("use_distributed_optimizer",), ""),
-        (f"{SAVES} {SHARDED}", "0.14.0", ("use_distributed_optimizer",), ""),
-        (f"{SAVES} {SHARDED} --no-ckpt-fully-parallel-save", "0.14.0", KEPT, "without --no-ckpt-fully-parallel-save"),
+        (
+            f"{SAVES} {SHARDED} --dist-ckpt-save-pre-mcore-014 --no-ckpt-fully-parallel-save",
+            "0.16.1",
+            KEPT,
+            "without --no-ckpt-fully-parallel-save",
+        ),
         (f"{SAVES} --ckpt-format torch", "0.16.1", KEPT, "--ckpt-format torch_dist lets them change"),
         (f"{SAVES} {SHARDED} --ckpt-format torch", "0.16.1", KEPT, f"torch_dist with {RESHARDS} lets them change"),
     ],
@@ -511,11 +514,15 @@ def test_a_plan_and_the_rule_for_lost_hosts_agree(before: int, after: int) -> No
     assert can_load == found
 
 
-def test_an_older_release_names_its_own_format() -> None:
-    """A save by 0.14 without parallel save gathers the state on one rank, so buckets do not matter."""
-    words = [*SMALL, *SHARDED.split(), *"--save /c --load /c --no-ckpt-fully-parallel-save".split()]
-    layout = read("", dp=48, version="0.14.0").own
-    found = continuation(words, read("", dp=48, version="0.14.0"), layout)
+def test_the_format_of_older_releases_is_named() -> None:
+    """A save in the format of 0.13 without parallel save gathers the state on one rank, so buckets do not matter."""
+    words = [
+        *SMALL,
+        *SHARDED.split(),
+        *"--save /c --load /c --dist-ckpt-save-pre-mcore-014 --no-ckpt-fully-parallel-save".split(),
+    ]
+    layout = read("", dp=48).own
+    found = continuation(words, read("", dp=48), layout)
 
     assert found.can_load(layout, replace(layout, dp=40))
     assert "saves its state as dp_zero_gather_scatter" in found.note

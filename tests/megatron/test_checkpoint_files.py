@@ -142,9 +142,7 @@ def test_who_wins(tmp_path: Path, words: str, field: str, value: object, overrul
     assert f"--use-checkpoint-args: {tmp_path / 'iter_0000010'} describes the model{told}" in read.notes
 
 
-@pytest.mark.parametrize(
-    ("version", "depths", "topk"), [("0.16.1", 0, 2), ("0.17.0", 1, 2), ("0.20.0", 1, 2), ("0.14.0", 0, 2)]
-)
+@pytest.mark.parametrize(("version", "depths", "topk"), [("0.16.1", 0, 2), ("0.17.0", 1, 2), ("0.20.0", 1, 2)])
 def test_releases_take_different_flags(tmp_path: Path, version: str, depths: int, topk: int) -> None:
     """Multi-token prediction depths are taken from 0.17 on."""
     read = job(saved(tmp_path), base=RUN, version=version)

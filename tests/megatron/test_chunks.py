@@ -237,7 +237,7 @@ def test_uneven_cuts_place_the_depths_of_prediction(split: Split, expected: str)
     ],
 )
 def test_multi_token_prediction_stands_where_the_layout_has_it(layout: str, pp: int, expected: Split) -> None:
-    """From 0.16 on multi-token prediction may lie before stages that hold only the head."""
+    """Multi-token prediction may lie before stages that hold only the head."""
     words = ["--pipeline-model-parallel-layout", layout, "--mtp-num-layers", "1"]
     found = read_chunks(Arguments.parse(words, "0.16.0"), pp=pp, num_layers=sum(expected.layers_per_chunk))
 
@@ -247,7 +247,6 @@ def test_multi_token_prediction_stands_where_the_layout_has_it(layout: str, pp: 
 @pytest.mark.parametrize(
     ("layout", "version", "message"),
     [
-        ("Ett|tt|m|L", "0.15.3", "before 0.16 .* must stand in the last stage"),
         ("Ett|m|tt|L", "0.16.1", "must stand behind all layers"),
         ("Ett|tt|mm|L", "0.16.1", "has 2 m, but --mtp-num-layers is 1"),
         ("Ett|tt|m||||L|", "0.16.1", "must stand in one of the last 4 stages"),
@@ -260,11 +259,10 @@ def test_multi_token_prediction_that_megatron_refuses(layout: str, version: str,
         read_chunks(Arguments.parse(words, version), pp=4, num_layers=4)
 
 
-def test_ranks_between_full_ends_may_be_empty_before_0_16() -> None:
-    """Four layers on the two ends leave none for the middle ranks, which 0.16 refuses."""
+def test_ranks_between_full_ends_need_layers() -> None:
+    """Four layers on the two ends leave none for the middle ranks."""
     words = ["--decoder-first-pipeline-num-layers", "2", "--decoder-last-pipeline-num-layers", "2"]
 
-    assert Split(1, (2, 0, 0, 2)) == read_chunks(Arguments.parse(words, "0.15.0"), pp=4, num_layers=4)
     with pytest.raises(MegatronError, match="does not divide"):
         read_chunks(Arguments.parse(words, "0.16.0"), pp=4, num_layers=4)
 
@@ -272,9 +270,8 @@ def test_ranks_between_full_ends_may_be_empty_before_0_16() -> None:
 @given(
     num_layers=st.integers(1, 200),
     shares=st.tuples(st.integers(0, 100), st.integers(0, 100)).filter(lambda shares: sum(shares) <= 100),
-    version=st.sampled_from(["0.14.0", "0.16.1"]),
 )
-def test_shares_of_layers_give_megatrons_pattern(num_layers: int, shares: tuple[int, int], version: str) -> None:
+def test_shares_of_layers_give_megatrons_pattern(num_layers: int, shares: tuple[int, int]) -> None:
     """Before 0.17 shares of the kinds define a hybrid model, in the order of Megatron's own function."""
     allocation = pytest.importorskip("megatron.core.ssm.mamba_hybrid_layer_allocation")
     if not hasattr(allocation, "allocate_layers"):
@@ -282,7 +279,7 @@ def test_shares_of_layers_give_megatrons_pattern(num_layers: int, shares: tuple[
     attention, mlp = (share / 100 for share in shares)
     words = f"{MAMBA} --num-layers {num_layers} --hybrid-attention-ratio {attention} --hybrid-mlp-ratio {mlp}"
 
-    pattern = hybrid_pattern(Arguments.parse(words.split(), version))
+    pattern = hybrid_pattern(Arguments.parse(words.split(), "0.16.1"))
 
     assert pattern is not None
     assert "".join(allocation.allocate_layers(num_layers, attention, mlp)) == pattern.layers
@@ -292,7 +289,7 @@ def test_shares_of_layers_give_megatrons_pattern(num_layers: int, shares: tuple[
     ("words", "version", "layers"),
     [
         (f"{MAMBA} --num-layers 4", "0.16.1", "MMMM"),
-        (f"{MAMBA} --num-layers 6 --is-hybrid-model --hybrid-mlp-ratio 0.5", "0.15.3", "M-M-M-"),
+        (f"{MAMBA} --num-layers 6 --is-hybrid-model --hybrid-mlp-ratio 0.5", "0.16.1", "M-M-M-"),
         (f"{MAMBA} --num-layers 4 --hybrid-override-pattern M*M-", "0.16.1", "M*M-"),
     ],
 )

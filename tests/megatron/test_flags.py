@@ -184,7 +184,7 @@ def test_malformed_flags_are_named(argv: list[str], message: str) -> None:
             "0.16.1",
             "--softmax-type linear: unknown value 'linear'; known are vanilla, off-by-one",
         ),
-        ("--position-embedding-type yarn", "0.14.0", "--position-embedding-type yarn: unknown value 'yarn'"),
+        ("--position-embedding-type alibi", "0.16.1", "--position-embedding-type alibi: unknown value 'alibi'"),
         ("--moe-token-dispatcher-type alltoall_seq", "0.16.1", "unknown value 'alltoall_seq'"),
         ("--moe-router-load-balancing-type aux_loss even", "0.16.1", "unknown value 'even'"),
         ("--attention-backend xformers", "0.20", "unknown value 'xformers'"),
@@ -278,16 +278,16 @@ def test_sizes_are_at_least_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "release"), [("0.14.0", "0.14"), ("0.16.1", "0.16"), ("0.17.0rc2", "0.17"), ("1.2", "0.20")]
+    ("version", "release"), [("0.16.0", "0.16"), ("0.16.1", "0.16"), ("0.17.0rc2", "0.17"), ("1.2", "0.20")]
 )
 def test_releases_are_found(version: str, release: str) -> None:
     """Patch releases and newer releases use the nearest known release below."""
     assert release == known_release(version)
 
 
-@pytest.mark.parametrize("version", ["0.13.1", "core", ""])
+@pytest.mark.parametrize("version", ["0.15.3", "core", ""])
 def test_unknown_versions_are_refused(version: str) -> None:
-    """Releases before 0.14 and texts that are no version are refused."""
+    """Releases before 0.16 and texts that are no version are refused."""
     with pytest.raises(MegatronError, match=version or "''"):
         release_of(version)
 
@@ -304,8 +304,8 @@ def test_short_flags_are_words() -> None:
 
 def test_flags_come_and_go_with_releases() -> None:
     """A flag is known only in the releases that have it."""
-    assert "--quick-geglu" not in flag_table("0.14.0")
-    assert "--quick-geglu" in flag_table("0.15.0")
+    assert "--hybrid-layer-pattern" not in flag_table("0.16.1")
+    assert "--hybrid-layer-pattern" in flag_table("0.17.0")
     assert "--use-legacy-models" not in flag_table("0.18.0")
 
 

@@ -132,16 +132,6 @@ def test_small_lines_are_read_as_they_are() -> None:
     assert "" == job(f"{PP} 2", base=SMALL, for_planning=True).own_refusal
 
 
-def test_where_0_14_builds_token_prediction_is_said() -> None:
-    """The checks of 0.14 accept any stage, but its models build the depths on the last one; a note says so."""
-    words = f"{PP} 4 {LAYOUT} Et*4|t*4|m|L --mtp-num-layers 1 --position-embedding-type rope"
-    note = f"{LAYOUT} Et*4|t*4|m|L: Megatron 0.14 always builds multi-token prediction (m) on the last stage"
-
-    assert 0 == job(words, version="0.14.0").own.chunks_after_mtp
-    assert note in job(words, version="0.14.0").notes
-    assert note not in job(words, version="0.16.1").notes
-
-
 NO_BIAS = "--disable-bias-linear"
 """With biases neither experts are cut, nor MLPs recomputed."""
 EXPERTS = f"--num-experts 4 --moe-ffn-hidden-size 64 {NO_BIAS}"

@@ -140,13 +140,9 @@ def test_a_batch_size_schedule_ends_with_the_largest_threshold() -> None:
             read_job([*bare, STEPS[0], wrong], world_size=4, megatron_version="0.19.0", device_kind="cuda")
 
 
-def test_query_groups_are_replicated_from_0_16_on() -> None:
-    """Before 0.16, fewer groups than tensor ranks are an error."""
-    words = f"{TP} 4 --group-query-attention --num-query-groups 2"
-
-    assert job(words).own.tp == 4
-    with pytest.raises(MegatronError, match="--num-query-groups 2"):
-        job(words, version="0.15.0")
+def test_query_groups_are_replicated() -> None:
+    """More tensor ranks than groups are legal."""
+    assert job(f"{TP} 4 --group-query-attention --num-query-groups 2").own.tp == 4
 
 
 def test_length_of_the_job_must_be_said() -> None:
@@ -253,7 +249,7 @@ def test_unknown_flags_do_not_matter() -> None:
         # Flags of Megatron's multimodal scripts, of its tool for distillation, and of a later release.
         ("--freeze-LM --packing-seq-length 8 --export-kd-cfg x", "--freeze-LM, --packing-seq-length, --export-kd-cfg"),
         ("--activation-offload-fraction 0.5", "--activation-offload-fraction (in 0.19 to 0.20)"),
-        # Beginnings of flags, which Megatron's parser does not complete, and a flag that 0.14 renamed.
+        # Beginnings of flags, which Megatron's parser does not complete, and a flag that an old release renamed.
         ("--tensor-model-par 4", "--tensor-model-par (did you mean --tensor-model-parallel-size?)"),
         ("--recompute-gran full", "--recompute-gran (did you mean --recompute-granularity?)"),
         ("--moe 4", "--moe"),
@@ -285,29 +281,6 @@ def test_a_plan_needs_no_layout_of_the_users_own() -> None:
     for wrong in ({"fix": ("tp",)}, {"base": TEXT.replace("--global-batch-size 32", "").split()}):
         with pytest.raises(MegatronError, match="needs a multiple of 15 ranks"):
             job(sizes, for_planning=True, **wrong)  # type: ignore[arg-type]
-
-
-SHARED = (
-    "--num-experts 4 --disable-bias-linear --moe-shared-expert-intermediate-size 64 --bf16 --fp8-format hybrid "
-    "--transformer-impl transformer_engine"
-)
-RECOMPUTED = "--recompute-granularity selective --recompute-modules shared_experts"
-
-
-@pytest.mark.parametrize(
-    ("more", "version", "dies"),
-    [
-        ("", "0.15.0", True),
-        ("--fp8-recipe tensorwise", "0.15.0", False),
-        (RECOMPUTED, "0.15.0", False),
-        ("", "0.16.1", False),
-    ],
-)
-def test_a_note_names_shared_experts_that_stop_with_delayed_scaling(more: str, version: str, dies: bool) -> None:
-    """Megatron before 0.16 keeps the input of shared experts, which newer TransformerEngine refuses to do."""
-    notes = job(f"{SHARED} {more}", version=version, for_prediction=True).notes
-
-    assert dies == any("need TransformerEngine older than 2.6" in note for note in notes)
 
 
 BATCHLESS = TEXT.replace("--global-batch-size 32 ", "").split()

@@ -149,14 +149,14 @@ HARMLESS = {
     # They read, or say how something else is done.
     *("block_data_path", "data_args_path", "data_path", "embedding_path", "evidence_data_path"),
     *("heterogeneous_layers_config_path", "logits_load_dir", "nccl_communicator_config_path"),
-    *("per_dataset_sequences_path", "per_split_data_args_path", "retro_project_dir", "titles_data_path"),
+    *("per_dataset_sequences_path", "per_split_data_args_path", "titles_data_path"),
     *("test_data_path", "train_data_path", "valid_data_path", "save_tokenizer_assets", "no_save_optim", "no_save_rng"),
     *("ckpt_fully_parallel_save", "ckpt_fully_parallel_save_deprecated", "ckpt_fully_parallel_save_process_group"),
     *(
         "dist_ckpt_save_pre_mcore_014",
         "distribute_saved_activations",
         "exit_on_missing_checkpoint",
-        *("ckpt_convert_save", "disable_mamba_mem_eff_path", "use_mamba_mem_eff_path", "metadata_path"),
+        *("ckpt_convert_save", "use_mamba_mem_eff_path", "metadata_path"),
     ),
     # Index files of the data: the training writes the same ones.
     *("data_cache_path", "object_storage_cache_path"),

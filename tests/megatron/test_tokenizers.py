@@ -215,7 +215,7 @@ def test_tokens_of_the_configuration_count(tmp_path: Path) -> None:
     [
         ("HuggingFaceTokenizer", "0.16.1", "", True),
         ("SFTTokenizer", "0.16.1", "", True),
-        ("GPTSentencePieceTokenizer", "0.14.0", "", True),
+        ("GPTSentencePieceTokenizer", "0.16.1", "", True),
         ("SentencePieceTokenizer", "0.16.1", "", False),
         ("SentencePieceTokenizer", "0.17.0", "", True),
         ("Llama2Tokenizer", "0.18.0", "--tokenizer-special-tokens <x>", False),

@@ -39,7 +39,7 @@ def with_device(**changes: Any) -> tuple[Host, ...]:
         {"job": tiny_job(own=Layout(tp=2, dp=2))},
         {"job": tiny_job(pinned=("tp",))},
         {"job": tiny_job(performance_flags=("--cross-entropy-loss-fusion",))},
-        {"job": tiny_job(megatron_version="0.15.0")},
+        {"job": tiny_job(megatron_version="0.17.0")},
         {"versions": {"torch": "2.12.0"}},
         {"settings": (0.05, 0.08)},
         {"environ": {"OMP_NUM_THREADS": "2"}},

@@ -243,7 +243,7 @@ def _not_installed(name: str) -> str:
         ("", {"rank": 8}, UsageError, "rank must be between 0 and 7, got 8"),
         ("", {"stage": 4}, UsageError, "stage must be between 0 and 3 for pp 4, got 4"),
         ("", {"memory_margin": 1.0}, UsageError, "memory_margin must be at least 0 and below 1"),
-        ("", {"megatron_version": "0.9"}, MegatronError, "older than core_v0.14"),
+        ("", {"megatron_version": "0.9"}, MegatronError, "older than core_v0.16"),
     ],
 )
 def test_bad_input_is_one_clear_sentence(

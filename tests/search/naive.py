@@ -27,7 +27,7 @@ def cases(draw: st.DrawFn) -> Case:
         model=draw(models()),
         batch=Batch(global_batch_size=draw(st.sampled_from([world_size, 2 * world_size, 4, 6]))),
         optimizer=draw(st.sampled_from(["adam", "adam", "sgd"])),
-        megatron_version=draw(st.sampled_from(["0.14.0", "0.16.1", "0.19.0"])),
+        megatron_version=draw(st.sampled_from(["0.16.1", "0.19.0"])),
         performance_flags=draw(st.sampled_from([(), ("--moe-grouped-gemm",)])),
         own=Layout(dp=world_size, use_tp_pp_dp_mapping=draw(st.booleans())),
     )
@@ -98,10 +98,9 @@ def degrees_hold(case: Case, layout: Layout) -> Iterator[bool]:
     """Heads, query groups, widths, sequences and experts divide."""
     job, _, kind = case
     model, tp, cp = job.model, layout.tp, layout.cp
-    replicates = job.megatron_version != "0.14.0" and tp % model.num_query_groups == 0
     yield model.num_attention_heads % tp == 0
     yield model.ffn_hidden_size % tp == 0 or (model.num_experts is not None and all(model.moe_layer_freq))
-    yield model.num_query_groups % tp == 0 or replicates
+    yield model.num_query_groups % tp == 0 or tp % model.num_query_groups == 0
     yield model.moe_shared_expert_intermediate_size % tp == 0
     yield cp == 1 or (
         kind == "cuda" and model.transformer_impl == "transformer_engine" and model.seq_length % (2 * cp) == 0
@@ -109,7 +108,7 @@ def degrees_hold(case: Case, layout: Layout) -> Iterator[bool]:
     if model.num_experts:
         yield model.num_experts % layout.ep == 0
         yield model.moe_ffn_hidden_size % layout.etp == 0
-        yield layout.etp == 1 or not model.add_bias_linear or job.megatron_version == "0.14.0"
+        yield layout.etp == 1 or not model.add_bias_linear
         yield layout.ep > 1 or layout.etp == tp or job.release >= (0, 19)
         yield tp == 1 or (kind == "cuda" and model.seq_length // cp % tp == 0)
 

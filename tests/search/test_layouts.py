@@ -151,14 +151,12 @@ def test_a_dropped_layout_has_a_reason(changes: dict[str, object], reason: str) 
     assert found.dropped[reason] > 0
 
 
-def test_query_groups_were_never_replicated_before_016() -> None:
-    """With one query group, tensor parallelism is legal from megatron-core 0.16 on."""
+def test_query_groups_are_replicated() -> None:
+    """With one query group, tensor parallelism is legal."""
+    job = tiny_job(4, model=tiny_model(num_query_groups=1))
+    found = legal_layouts(job, world_size=4, devices_per_host=4, device_kind="cpu")
 
-    def widest(version: str) -> int:
-        job = tiny_job(4, model=tiny_model(num_query_groups=1), megatron_version=version)
-        return max(layout.tp for layout in legal_layouts(job, world_size=4, devices_per_host=4, device_kind="cpu"))
-
-    assert (widest("0.15.3"), widest("0.16.1")) == (1, 4)
+    assert max(layout.tp for layout in found) == 4
 
 
 @pytest.mark.parametrize(

@@ -164,17 +164,17 @@ def test_what_the_patch_cannot_execute_is_said() -> None:
     assert "Schedules beside Megatron's own are left out: they do not run with --rampup-batch-size." in plan.notes
 
 
-@pytest.mark.parametrize("version", ["0.13.1", "0.21.0"])
+@pytest.mark.parametrize("version", ["0.15.3", "0.21.0"])
 def test_a_release_that_the_patch_refuses_gets_no_such_plan(version: str) -> None:
     """The plan names the release, and keeps to Megatron's own."""
     plan = with_schedules(changed_job(pinned_job(), megatron_version=version), *EXECUTABLE)
 
     assert plan.chosen.schedule == "1f1b"
-    reason = f"they run with megatron-core from 0.14 on and before 0.21, and the job has {version}"
+    reason = f"they run with megatron-core from 0.16 on and before 0.21, and the job has {version}"
     assert f"Schedules beside Megatron's own are left out: {reason}." in plan.notes
 
 
-@pytest.mark.parametrize("version", ["0.14.0", "0.20.0"])
+@pytest.mark.parametrize("version", ["0.16.0", "0.20.0"])
 def test_the_newest_and_the_oldest_release_get_such_plans(version: str) -> None:
     """Nothing is left out."""
     plan = with_schedules(changed_job(pinned_job(), megatron_version=version), *EXECUTABLE)

@@ -25,14 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 from pipette_launch.defaults import PASS_S
 from pipette_launch.errors import FactError
 from pipette_launch.facts import files
 from pipette_launch.facts import schedule as orders
-from pipette_launch.facts.schedule import FOLDING_RELEASE, RELEASES, VARIABLE, Message, Program, Schedule, ScheduleFile
-from pipette_patches.replacements import Patch, PatchError, Replacement, in_module, megatron_core_version, wrapping
+from pipette_launch.facts.schedule import RELEASES, VARIABLE, Message, Program, Schedule, ScheduleFile
+from pipette_patches.replacements import Patch, PatchError, Replacement, in_module, wrapping
 from pipette_patches.schedules import executor, v_placement
 
 TOLERANCE = 1e-3
@@ -236,9 +235,8 @@ def _call(arguments: Mapping[str, Any], known: Collection[str], megatron_schedul
     """Convert the arguments of a pipelined function of Megatron; `known` are its parameters in this release."""
     data, model = arguments["data_iterator"], arguments["model"]
     chunks = model if isinstance(model, list) else [model]
-    # megatron-core 0.14 names the process groups `grad_finalize_pgs`.
-    collection = "pg_collection" if "pg_collection" in known else "grad_finalize_pgs"
-    finalize_arguments = {collection: arguments.get(collection) or _groups(megatron_schedules)}
+    groups = arguments.get("pg_collection") or _groups(megatron_schedules)
+    finalize_arguments = {"pg_collection": groups}
     if "force_all_reduce" in known:
         finalize_arguments["force_all_reduce"] = bool(arguments.get("force_all_reduce"))
     return executor.Call(
@@ -251,9 +249,9 @@ def _call(arguments: Mapping[str, Any], known: Collection[str], megatron_schedul
         forward_only=arguments.get("forward_only", False),
         collect_non_loss_data=arguments.get("collect_non_loss_data", False),
         first_val_step=arguments.get("first_val_step"),
-        groups=finalize_arguments[collection],
+        groups=groups,
         finalize_arguments=finalize_arguments,
-        in_streams=executor.runs_in_streams(finalize_arguments[collection].pp),
+        in_streams=executor.runs_in_streams(groups.pp),
         config=megatron_schedules.get_model_config(chunks[0]),
     )
 
@@ -314,8 +312,6 @@ def _replacements() -> tuple[Replacement, ...]:
     )
     if files.read(Path(os.environ[VARIABLE]), ScheduleFile).placement != "v":
         return replacements
-    if Version(megatron_core_version()).release < FOLDING_RELEASE:
-        raise PatchError("the patch 'schedules' folds pipelines from megatron-core {}.{} on".format(*FOLDING_RELEASE))
     return (*replacements, *v_placement.REPLACEMENTS)
 
 

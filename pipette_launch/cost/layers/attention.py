@@ -109,7 +109,7 @@ class Attention(Block):
         """Count multi-latent attention (MLA:441-553).
 
         tp splits up-projections and the output projection. Transformer Engine's layers have the whole down-projections
-        on every rank (models/gpt/gpt_layer_specs.py:245-262, from core_v0.14 on), but Megatron's own layers split the
+        on every rank (models/gpt/gpt_layer_specs.py:245-262), but Megatron's own layers split the
         down-projections. The latents have norms only with `--qk-layernorm`.
         """
         model, hidden, tp = self.model, self.model.hidden_size, self.layout.tp

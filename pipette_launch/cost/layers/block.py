@@ -18,7 +18,6 @@ from pipette_launch.facts.layout import Ints, Layout
 
 FP32_BYTES = 4
 MASK_BYTES = 1
-_FIRST_ORIGINALS = {"fp8": (0, 14), "fp4": (0, 16)}
 
 
 def residual_bytes(job: Job, layout: Layout) -> int:
@@ -60,12 +59,11 @@ def in_bf16(job: Job) -> Job:
 def has_narrow_copies(job: Job) -> bool:
     """Return True if a matrix keeps a narrow copy of an input that another operation keeps in 16 bits.
 
-    From core_v0.14 on, FP8 keeps such copies with delayed scaling only, and from 0.16 on, FP4 keeps none (MC
-    transformer/attention.py, transformer/moe/shared_experts.py, `set_save_original_input`; TE from 2.6 and 2.7 on).
+    FP8 keeps such copies with delayed scaling only, and FP4 keeps none (MC transformer/attention.py,
+    transformer/moe/shared_experts.py, `set_save_original_input`; TE from 2.6 and 2.7 on).
     """
     options = job.options
-    is_delayed = options.fp8_recipe == "delayed" and not options.fp4
-    return narrow_bits(job) > 0 and (is_delayed or job.release < _FIRST_ORIGINALS["fp4" if options.fp4 else "fp8"])
+    return narrow_bits(job) > 0 and options.fp8_recipe == "delayed" and not options.fp4
 
 
 def as_matrix_input(job: Job, size_bytes: int) -> int:

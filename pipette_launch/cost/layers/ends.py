@@ -40,7 +40,7 @@ def loaded_mask_bytes(job: Job, layout: Layout) -> int:
     """Count the bytes for loading an attention mask: b * s * s, and the rank's own part with context parallelism.
 
     Ranks of the first and last pipeline stage hold the whole mask on their device before context parallelism copies
-    each rank's part (training/utils.py, get_batch_on_this_tp_rank; MC utils.py, get_batch_on_this_cp_rank; core_v0.14
+    each rank's part (training/utils.py, get_batch_on_this_tp_rank; MC utils.py, get_batch_on_this_cp_rank; core_v0.16
     to 0.20).
     """
     part = attention_mask_bytes(job, layout)

@@ -92,10 +92,10 @@ class _FeedForward(Block):
     def unfused_copies(self) -> int:
         """Return the number of tensors of the second matrix's width that only an unfused gated unit keeps.
 
-        A gated unit keeps the activated half of its input and, from core_v0.15 on, the sum of the other half with an
-        offset (transformer/mlp.py, `glu`).
+        A gated unit keeps the activated half of its input, and the sum of the other half with an offset
+        (transformer/mlp.py, `glu`).
         """
-        return (self.gates - 1) * (1 if self.job.megatron_version.startswith(("0.12", "0.13", "0.14")) else 2)
+        return (self.gates - 1) * 2
 
 
 class Mlp(_FeedForward):
@@ -214,7 +214,7 @@ class Experts(_FeedForward):
     def router_parameters(self) -> int:
         """Count the weights of router and gate, which no linear has, and the router's bias.
 
-        The router has a bias if linears have biases (core_v0.15 on, MO/router.py:51-61).
+        The router has a bias if linears have biases (MO/router.py:51-61).
         """
         gate = self.model.hidden_size * (self.shared_width > 0 and self.model.moe_shared_expert_gate)
         return (self.model.num_experts or 0) * (self.model.hidden_size + self.model.add_bias_linear) + gate

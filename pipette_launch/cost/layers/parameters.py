@@ -42,8 +42,6 @@ _ONE_SCALE = ("delayed", "tensorwise")
 """FP8 recipes with one scale for each tensor."""
 _ANY_LAYOUT = (10, 11)
 """Major compute capabilities of GPUs that multiply transposed FP8 matrices."""
-_FIRST_DUMMY_RELEASE = (0, 14)
-_FIRST_GROUPED_DUMMY = (0, 16)
 _FIRST_OWN_GRADIENTS = (0, 19)
 """First release in which only Megatron-FSDP's own flags choose the type of its gradients."""
 
@@ -186,29 +184,25 @@ def dummy_gradient_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
 
     Megatron's hooks need a gradient from every matrix. With `gradient_accumulation_fusion`, TransformerEngine adds the
     real gradients to their buffer and returns an uninitialised dummy, allocated once for each shape and never freed (TE
-    v2.3 on, pytorch/module/base.py, get_dummy_wgrad). Megatron's own linears use TransformerEngine's dummies from
-    core_v0.14 on, with TE 2.6 or later (tensor_parallel/layers.py:597). Grouped matrices of experts have dummies from
-    core_v0.16 on, with TE 2.10 or later. `has_head` is True for the last pipeline rank.
+    v2.3 on, pytorch/module/base.py, get_dummy_wgrad). Megatron's own linears use TransformerEngine's dummies with TE
+    2.6 or later (tensor_parallel/layers.py:597). `has_head` is True for the last pipeline rank.
     """
     model, options = job.model, job.options
     fused = model.transformer_impl != "local" and options.gradient_accumulation_fusion
-    if not fused or job.release < _FIRST_DUMMY_RELEASE:
+    if not fused:
         return 0
-    counts_experts = job.release >= _FIRST_GROUPED_DUMMY or not options.moe_grouped_gemm
-    shapes = _matrix_shapes(job, layout.tp, layout.cp, layout.ep, layout.etp, counts_experts=counts_experts)
+    shapes = _matrix_shapes(job, layout.tp, layout.cp, layout.ep, layout.etp)
     if has_head:
         shapes |= {(model.padded_vocab_size(layout.tp) // layout.tp, model.hidden_size)}
     return model.dtype_bytes * sum(rows * columns for rows, columns in shapes)
 
 
 @lru_cache(maxsize=1024)
-def _matrix_shapes(
-    job: Job, tp: int, cp: int, ep: int, etp: int, *, counts_experts: bool
-) -> frozenset[tuple[int, int]]:
+def _matrix_shapes(job: Job, tp: int, cp: int, ep: int, etp: int) -> frozenset[tuple[int, int]]:
     """Return the shapes of a rank's matrices, which depend only on these degrees."""
     layout = Layout(tp=tp, cp=cp, ep=ep, etp=etp, dp=ep * etp)
     linears = (one for kind in {*job.model.layer_kinds} for one in _linears(job, layout, kind))
-    return frozenset((int(one.n), int(one.k)) for one in linears if counts_experts or not one.is_routed)
+    return frozenset((int(one.n), int(one.k)) for one in linears)
 
 
 def _linears(job: Job, layout: Layout, kind: LayerKind) -> list[Product]:

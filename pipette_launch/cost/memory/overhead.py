@@ -27,9 +27,6 @@ NUM_GROUPED_GEMM_STREAMS = 4
 NUM_OVERLAP_STREAMS = 3
 """Number of streams that share TransformerEngine's own workspace under `--tp-comm-overlap` (pytorch/module/base.py)."""
 # First releases of Megatron whose containers have the named behaviour of a library.
-_TE_MULTIPLIES_ROUTER = (0, 13)
-_OVERLAP_IS_SEPARATE = (0, 16)
-"""TE 2.10 or later: products without overlap have a workspace of their own (cpp_extensions/gemm.py)."""
 _BLACKWELL_IS_LARGE = (0, 18)
 """torch 2.12 or later (pull request 175344 of PyTorch)."""
 _KIB = 1 << 10
@@ -89,10 +86,10 @@ def workspace_bytes(job: Job, *, capability: float) -> int:
     total = NUM_CUBLAS_THREADS * (sum(int(size) * int(count) * _KIB for size, count in pools) if pools else cublas)
     streams = 0
     if model.transformer_impl == "transformer_engine":
-        streams = 1 if release >= _OVERLAP_IS_SEPARATE or not options.tp_comm_overlap else 0
-        streams += NUM_OVERLAP_STREAMS if options.tp_comm_overlap else 0
+        # Products without overlap have a workspace of their own (cpp_extensions/gemm.py, TE 2.10 or later).
+        streams = 1 + (NUM_OVERLAP_STREAMS if options.tp_comm_overlap else 0)
         streams += NUM_GROUPED_GEMM_STREAMS if model.num_experts and options.moe_grouped_gemm else 0
-    elif model.num_experts and release >= _TE_MULTIPLIES_ROUTER and options.moe_router_dtype != "fp64":
+    elif model.num_experts and options.moe_router_dtype != "fp64":
         streams = 1
     return total + (_LARGE_BYTES if capability >= _HOPPER else _SMALL_TE_BYTES) * streams
 

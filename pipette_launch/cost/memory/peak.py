@@ -41,9 +41,6 @@ _PARAMETERS: tuple[Field, ...] = ("tp", "pp", "ep", "etp", "vpp", "layers_per_ch
 """Fields of a layout that decide the number of parameters of a stage."""
 _SHARDS: tuple[Field, ...] = ("dp", "cp", "use_distributed_optimizer")
 """Fields that, beside `_PARAMETERS`, decide the optimizer states of a stage."""
-_ENDS_LOAD = (0, 15)
-"""First Megatron release in which only the first and the last chunk load data. Before this release, all chunks of the
-first and of the last rank load data."""
 
 _WIDE = " in bf16"
 """Ending of the names of kinds of layers, for layers that `--first-last-layers-bf16` keeps in bf16."""
@@ -51,9 +48,6 @@ NO_MASK = "--no-create-attention-mask-in-dataloader"
 MATTERS = 0.01
 """Smallest share of a stage's peak for which a note names the attention mask."""
 _RESET = "--reset-attention-mask"
-_SFT_ASSERTS = (0, 16)
-"""First Megatron release whose data set for --sft asserts that no attention mask is requested (sft_dataset.py,
-__getitem__)."""
 _HOST_BYTES = 8
 """Host bytes for each entry of an attention mask: a matrix of ones, and its lower triangle, both in fp32
 (gpt_dataset.py)."""
@@ -199,14 +193,13 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
     deferred = layer["deferred"] * np.minimum(stages.microbatches_N, limit)
     weights, gradients, optimizer, optimizer_step = _states(job, layouts, stages)
     chunks, mask, has_pipeline = _chunk_bytes(job, layouts, layer), layer["mask"], layouts.pp > 1
-    all_chunks_load = job.release < _ENDS_LOAD
     activations = _live_bytes(stages, *chunks)
     stays = job.options.delta_offload_bytes_across_pp_ranks * stages.stage_S
     if stays.any():
         bare = layer | {kind: layer[kind] + layer[f"{kind} away"] for kind in {*job.model.layer_kinds}}
         whole = _live_bytes(stages, *_chunk_bytes(job, layouts, bare))
         activations = activations + np.minimum(stays, whole - activations)
-    beyond = np.zeros_like(mask) if all_chunks_load else _beyond_first_chunk(stages, *chunks)
+    beyond = _beyond_first_chunk(stages, *chunks)
     parts = PeakParts(
         weights=weights,
         gradients=gradients,
@@ -214,7 +207,7 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
         shared_buffer=stages.spread(layer["shared"], last=layer["shared_last"]),
         dummy_gradients=stages.spread(layer["dummies"], last=layer["dummies_last"]),
         activations=activations,
-        embedding=_input_bytes(stages, layer, all_chunks_load=all_chunks_load),
+        embedding=_input_bytes(stages, layer),
         recompute=stages.spread(_recompute(job, layouts, layer)),
         backward=stages.spread(waiting, last=np.where(layouts.vpp > 1, waiting, layer["backward"])),
         mask=stages.spread(0, first=np.maximum(mask - beyond, 0), last=mask, prediction=mask),
@@ -569,13 +562,12 @@ def _chunk_order(vpp: int, num_microbatches: int, group_size: int) -> Ints:
     return np.array([chunk for _, chunk in schedule_table(vpp, num_microbatches, group_size)], dtype=np.int64)
 
 
-def _input_bytes(stages: _Stages, layer: dict[str, Ints], *, all_chunks_load: bool) -> Ints:
+def _input_bytes(stages: _Stages, layer: dict[str, Ints]) -> Ints:
     """Count the bytes of the model's inputs that chunks load, for all live micro-batches.
 
     The first rank keeps token ids and the embedding's dropout mask. Recompute keeps the attention mask, because the
     mask is an argument of the recomputed layers. The attention mask exists in the first chunk, in the last chunk, and
-    in the chunk of multi-token prediction. If `all_chunks_load` is set, as for releases before core_v0.15, the mask
-    exists in all chunks of the first and of the last rank.
+    in the chunk of multi-token prediction.
     """
     layouts, mask = stages.layouts, layer["kept_mask"]
     zero, last_chunk = np.zeros_like(layouts.pp), layouts.vpp - 1
@@ -583,8 +575,8 @@ def _input_bytes(stages: _Stages, layer: dict[str, Ints], *, all_chunks_load: bo
     kept = np.zeros(len(stages.row_S), dtype=np.int64)
     kept[stages.starts_N] = layer["embedding"] * _chunk_live(stages, stages.starts_N, zero)
     loaders = (
-        (stages.starts_N, zero - all_chunks_load, layouts.pp > 0),
-        (stages.last_N, zero - 1 if all_chunks_load else last_chunk, layouts.pp > 1),
+        (stages.starts_N, zero, layouts.pp > 0),
+        (stages.last_N, last_chunk, layouts.pp > 1),
         (stages.starts_N + prediction % layouts.pp, prediction // layouts.pp, layouts.chunks_after_mtp > 0),
     )
     for place_N, chunk_N, loads_N in loaders:
@@ -654,7 +646,7 @@ def _bare(job: Job) -> Job:
 def mask_notes(job: Job, layout: Layout) -> tuple[str, ...]:
     """Return a sentence about the stage whose peak the attention mask raises, and the flag that prevents the mask."""
     whole = layout.cp * ends.attention_mask_bytes(job, layout)
-    if whole and job.options.sft and job.release >= _SFT_ASSERTS:
+    if whole and job.options.sft:  # sft_dataset.py, __getitem__
         return (
             f"With --sft the first sample ends the job, because the data set makes no attention mask; add {NO_MASK}.",
         )

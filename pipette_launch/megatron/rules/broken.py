@@ -20,7 +20,7 @@ SIZES = {**DEGREES, "microbatch_group_size": GROUP_SIZE}
 class Rules:
     """One job on one kind of device. `judge` applies the rules to the layouts of this job.
 
-    The rules come from `validate_args` (megatron/training/arguments.py) and TransformerConfig of core_v0.14.0 to
+    The rules come from `validate_args` (megatron/training/arguments.py) and TransformerConfig of core_v0.16.0 to
     v0.19.0, and from failures at run time. Line numbers refer to v0.16.1.
     """
 

@@ -22,7 +22,7 @@ WITHOUT_PIPELINE = ("use_megatron_fsdp", "cpu_offloading_num_layers")
 """Options that need pp = 1.
 
 Megatron validates Megatron-FSDP with a pipeline, but the wrapper then fails. The wrapper asserts that data-parallel
-groups, which lie in one stage each, equal the groups of a mesh over all ranks (core_v0.14.0 to v0.19.0,
+groups, which lie in one stage each, equal the groups of a mesh over all ranks (core_v0.16.0 to v0.19.0,
 mcore_fsdp_adapter.py, _get_dp_tp_mesh).
 """
 FIRST_SPLIT_DELTA = (0, 18)
@@ -47,11 +47,10 @@ def tensor_faults(rules: Rules, tp: int) -> Broken:
             yield BrokenRule(f"tp does not divide {name}={width}", ("tp", name))
     if padded % tp:
         yield BrokenRule(f"tp does not divide {flag_of('padded_vocab_size')}={padded}", ("tp", "padded_vocab_size"))
-    # From 0.16 on megatron-core replicates query groups if there are more tensor ranks than groups.
-    groups, replicates = model.num_query_groups, rules.release >= (0, 16)
-    if groups % tp and not (replicates and tp % groups == 0):
-        kinds = f"divisor{' or multiple' if replicates else ''}"
-        yield BrokenRule(f"tp is not a {kinds} of num_query_groups={groups}", ("tp", "num_query_groups"))
+    # megatron-core replicates query groups if there are more tensor ranks than groups.
+    groups = model.num_query_groups
+    if groups % tp and tp % groups:
+        yield BrokenRule(f"tp is not a divisor or multiple of num_query_groups={groups}", ("tp", "num_query_groups"))
     if rules.rooms:
         try:
             tensor_block(rules.options, tp, rules.rooms)
@@ -179,7 +178,7 @@ def _alone_faults(rules: Rules, replicas: int) -> Broken:
 
     With a single rank, gradients would be wrong. Megatron-FSDP does not shard the buffer of a single rank, and adds
     reduced gradients to the old contents of this buffer (param_and_grad_buffer.py:2029, 3253-3257 of megatron_fsdp).
-    The fault is in 0.14 to 0.20, and was seen with 0.16.1.
+    The fault is in 0.16 to 0.20, and was seen with 0.16.1.
     """
     options = rules.options
     if replicas == 1 and options.use_megatron_fsdp and options.data_parallel_sharding_strategy in SHARDS_GRADIENTS:
@@ -224,8 +223,6 @@ def expert_faults(rules: Rules, degrees: Degrees) -> Broken:
         yield from _expert_flag_faults(rules, degrees)
     elif degrees.ep > 1:
         yield BrokenRule("expert parallelism needs experts", ("ep",), "remove it, or add --num-experts")
-    if degrees.ep > 1 and model.params_dtype == "fp16" and rules.release < (0, 16):
-        yield BrokenRule("before 0.16 expert parallelism excludes --fp16", ("ep",), "use --bf16, or remove one")
 
 
 def _width_faults(rules: Rules, degrees: Degrees) -> Broken:
@@ -235,8 +232,7 @@ def _width_faults(rules: Rules, degrees: Degrees) -> Broken:
     if model.moe_ffn_hidden_size % degrees.etp:
         reason = f"etp does not divide moe_ffn_hidden_size={model.moe_ffn_hidden_size}"
         yield BrokenRule(reason, ("etp", "moe_ffn_hidden_size"))
-    # TransformerConfig refuses biases with ETP from core_v0.15.0 on.
-    if model.add_bias_linear and degrees.etp > 1 and rules.release >= (0, 15):
+    if model.add_bias_linear and degrees.etp > 1:
         reason = "experts with biases need etp = 1 (--disable-bias-linear would free it)"
         yield BrokenRule(reason, ("etp",), "use --expert-tensor-parallel-size 1")
     if degrees.ep == 1 and degrees.etp != degrees.tp and rules.release < (0, 19):
@@ -261,7 +257,7 @@ def _expert_flag_faults(rules: Rules, degrees: Degrees) -> Broken:
     if degrees.ep == 1 and options.overlap_moe_expert_parallel_comm:
         reason = f"{flag_of('overlap_moe_expert_parallel_comm')} needs ep > 1"
         yield BrokenRule(reason, (), "remove it or set --expert-model-parallel-size")
-    needs_padding = (0, 16) <= rules.release < (0, 18) and not options.moe_pad_experts_for_cuda_graph_inference
+    needs_padding = rules.release < (0, 18) and not options.moe_pad_experts_for_cuda_graph_inference
     if degrees.ep > 1 and needs_padding and options.graphs.impl in (LOCAL, ITERATION):
         reason = "local CUDA graphs with ep > 1 need --moe-pad-experts-for-cuda-graph-inference"
         yield BrokenRule(reason, ("cuda_graph_impl", "ep"), "add it")

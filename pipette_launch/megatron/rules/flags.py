@@ -1,4 +1,4 @@
-"""Rules that depend on flags alone: `validate_args` and the configuration classes behind it, core_v0.14 to v0.20."""
+"""Rules that depend on flags alone: `validate_args` and the configuration classes behind it, core_v0.16 to v0.20."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from pipette_launch.facts.job import ENGINE, ITERATION, LOCAL, SHARDED_MUON
-from pipette_launch.megatron.flags import Arguments, flag_defaults, known_dests, release_of
+from pipette_launch.megatron.flags import OLDEST, Arguments, flag_defaults, known_dests, release_of
 from pipette_launch.megatron.layout import read_recompute
 from pipette_launch.megatron.performance import options_of
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule
@@ -118,7 +118,7 @@ class FlagRule:
     names: str
     reason: str
     is_broken: Test
-    since: tuple[int, int] = (0, 14)
+    since: tuple[int, int] = OLDEST
     """First release with this rule."""
     until: tuple[int, int] = (0, 99)
     """Last release with this rule."""
@@ -221,7 +221,7 @@ TABLE = (
     at_least_1("seed"),
     at_least_1("num_dataset_builder_threads"),
     # Rules on layers, positions and attention.
-    excludes("multi_latent_attention group_query_attention", since=(0, 16)),
+    excludes("multi_latent_attention group_query_attention"),
     excludes("multi_latent_attention rotary_interleaved"),
     excludes("multi_latent_attention attention_output_gate"),
     excludes("multi_latent_attention qk_l2_norm"),
@@ -258,7 +258,6 @@ TABLE = (
     ),
     needs("delay_wgrad_compute", "--transformer-impl transformer_engine"),
     # Rules on experts.
-    needs("moe_grouped_gemm", "--bf16", until=(0, 15)),
     needs("moe_ffn_hidden_size", "--num-experts"),
     needs("moe_enable_deepep", "--moe-token-dispatcher-type flex"),
     excludes(
@@ -367,7 +366,7 @@ def _files(f: FlagView) -> Iterator[Fault]:
 
 def _layers(f: FlagView) -> Iterator[Fault]:
     is_torch_norm = f.transformer_impl == "local" and not f.is_hybrid and f.normalization == "RMSNorm"
-    if is_torch_norm and (not f.no_persist_layer_norm or f.apply_layernorm_1p or f.layernorm_zero_centered_gamma):
+    if is_torch_norm and (not f.no_persist_layer_norm or f.layernorm_zero_centered_gamma):
         reason = "torch's RMSNorm needs --no-persist-layer-norm and excludes --apply-layernorm-1p"
         yield "transformer_impl normalization", reason
     if f.cross_entropy_loss_fusion and f.cross_entropy_fusion_impl == "te" and f.release >= (0, 19):
@@ -458,16 +457,12 @@ def _experts(f: FlagView) -> Iterator[Fault]:
         return
     if f.moe_router_topk > f.num_experts > 0:
         yield "moe_router_topk num_experts", "the router sends a token to more experts than the model has"
-    if f.add_bias_linear and f.release < (0, 15):
-        yield "num_experts", "before 0.15 experts have no biases; add --disable-bias-linear"
     if f.add_bias_linear and f.moe_shared_expert_intermediate_size:
         yield "moe_shared_expert_intermediate_size", "needs --disable-bias-linear"
     is_grouped = f.moe_grouped_gemm and not f.moe_use_legacy_grouped_gemm and f.transformer_impl == ENGINE
     if f.add_bias_linear and is_grouped and f.bias_dropout_fusion:
         reason = "with biases needs --no-bias-dropout-fusion; or add --disable-bias-linear"
         yield "moe_grouped_gemm", reason
-    if f.dispatcher == "flex" and not f.moe_enable_deepep and f.release < (0, 16):
-        yield "moe_token_dispatcher_type", "before 0.16 needs --moe-enable-deepep"
     if f.graphs != "none" and "moe" in f.graphed and (f.capacity is None or not f.moe_pad_expert_input_to_capacity):
         yield SCOPE, "moe needs --moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity"
 
@@ -529,7 +524,7 @@ def _graph_flags(f: FlagView) -> Iterator[Fault]:
     if (f.enable_cuda_graph or f.external_cuda_graph) and f.cuda_graph_impl not in (None, "none"):
         names = "enable_cuda_graph external_cuda_graph cuda_graph_impl"
         yield names, "old and new flags of CUDA graphs exclude each other"
-    if {"full"} < set(f.cuda_graph_scope or f.cuda_graph_scope_deprecated or []) and f.release >= (0, 16):
+    if {"full"} < set(f.cuda_graph_scope or f.cuda_graph_scope_deprecated or []):
         yield "cuda_graph_scope", "full excludes other scopes"
     if f.cuda_graph_scope_deprecated is not None and f.cuda_graph_modules:
         yield SCOPE, "old and new flags of the scope exclude each other"

@@ -9,8 +9,6 @@ from pipette_launch.facts.job import ENGINE, ITERATION, SHARDED_MUON, Graphs, fl
 from pipette_launch.facts.layout import MemoryOptions
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule, Rules
 
-FIRST_SCOPES = (0, 16)
-"""First release whose CUDA graphs may hold parts of a layer, with recompute inside or outside the graph."""
 ONLY_ADAM_SHARDS = "the distributed optimizer shards only Adam"
 NEEDS_DISTRIBUTED_OPTIMIZER = (
     "use_megatron_fsdp",
@@ -146,17 +144,16 @@ def _refused_modules(rules: Rules, modules: set[str]) -> Iterator[str]:
 
 
 def _graph_faults(rules: Rules, recompute: Recompute) -> Broken:
-    """Check recompute against CUDA graphs (TransformerConfig, and validate_args of 0.14 and 0.15)."""
+    """Check recompute against CUDA graphs (TransformerConfig)."""
     graphs = rules.options.graphs
     if graphs.impl == "none" or recompute.granularity == "none":
         return
     names = ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules", "recompute", "recompute_modules")
     if recompute.granularity == "full":
-        if graphs.impl != ITERATION or rules.release < FIRST_SCOPES:
+        if graphs.impl != ITERATION:
             yield BrokenRule("CUDA graphs exclude full recompute", names, "remove one")
         return
-    excludes = _graph_excludes if rules.release >= FIRST_SCOPES else _graph_excludes_before_scopes
-    for module, reason in excludes(rules, graphs):
+    for module, reason in _graph_excludes(rules, graphs):
         if module in (recompute.modules or ("core_attn",)):
             yield BrokenRule(f"CUDA graphs exclude recompute of {module}{reason}", names, "remove one")
 
@@ -176,14 +173,3 @@ def _graph_excludes(rules: Rules, graphs: Graphs) -> Iterator[tuple[str, str]]:
             yield module, f" with {words}"
     if rules.options.moe_input_jitter_eps is not None and (not graphs.modules or "moe" in graphs.modules):
         yield "moe", " with jitter"
-
-
-def _graph_excludes_before_scopes(rules: Rules, graphs: Graphs) -> Iterator[tuple[str, str]]:
-    """Yield modules that CUDA graphs exclude before 0.16: all, except with some graphs of Transformer Engine."""
-    every = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
-    allowed: set[str] = set()
-    if rules.release < (0, 15) and graphs.impl == ENGINE:
-        allowed = {*every}
-    elif graphs.impl == ENGINE and graphs.modules == {"attn"}:
-        allowed = {*every} - {"core_attn", "mla_up_proj"}
-    yield from ((module, "") for module in every if module not in allowed)

@@ -38,9 +38,8 @@ class OwnScript:
         spec = importlib.util.find_spec(name) if program.is_module else None
         origin = Path((spec and spec.origin) or "" if program.is_module else name)
         text = origin.read_text(errors="replace") if origin.is_file() else ""
-        # A graph of a whole iteration has no layers, and Megatron 0.14 has no function that deletes graphs.
-        graphs = options.job.options.graphs.impl in (LOCAL, ENGINE) and options.job.release > (0, 14)
-        captures = graphs and options.device_kind == "cuda"
+        # A graph of a whole iteration has no layers.
+        captures = options.job.options.graphs.impl in (LOCAL, ENGINE) and options.device_kind == "cuda"
         has_mocks, device = "megatron.training" in text, options.device(0)
         return cls(program=program, mocks_data=has_mocks, captures=captures, device=device)
 

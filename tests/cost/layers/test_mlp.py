@@ -150,15 +150,15 @@ def test_fused_squared_relu_keeps_its_input_and_the_second_matrix_its_own() -> N
 
 
 def test_only_delayed_scaling_keeps_a_narrow_copy_of_a_shared_experts_input() -> None:
-    """From 0.14 on, other formats keep the norm's output, which the router keeps too."""
+    """Other formats keep the norm's output, which the router keeps too."""
     flags = ("--fp8-format hybrid", "--fp8-recipe tensorwise")
     wide, narrow = (
         kept(job(*words, moe_shared_expert_intermediate_size=128), Layout()).shared for words in ((), flags)
     )
-    older = changed_job(job(*flags, moe_shared_expert_intermediate_size=128), megatron_version="0.13.0")
+    delayed = kept(job("--fp8-format hybrid", moe_shared_expert_intermediate_size=128), Layout()).shared
 
     assert 4 * narrow == 3 * wide > 0
-    assert kept(older, Layout()).shared > narrow
+    assert delayed > narrow
 
 
 def test_fp8_halves_the_inputs_of_matrices() -> None:

@@ -81,18 +81,17 @@ def test_an_early_mask_meets_few_live_microbatches(pipeline: tuple[int, int], ro
 
 
 @pytest.mark.parametrize(
-    ("version", "layout", "expected"),
+    ("layout", "expected"),
     [
-        ("0.16.1", Layout(pp=2, vpp=2), [4, 1]),
-        ("0.14.0", Layout(pp=2, vpp=2), [5, 3]),
-        ("0.14.0", Layout(pp=4), [4, 0, 0, 1]),
-        ("0.16.1", Layout(pp=4, layers_per_chunk=(2, 1, 1, 0), chunks_after_mtp=1), [4, 0, 2, 1]),
-        ("0.16.1", Layout(pp=2, layers_per_chunk=(4, 0), chunks_after_mtp=1), [4, 1]),
+        (Layout(pp=2, vpp=2), [4, 1]),
+        (Layout(pp=4), [4, 0, 0, 1]),
+        (Layout(pp=4, layers_per_chunk=(2, 1, 1, 0), chunks_after_mtp=1), [4, 0, 2, 1]),
+        (Layout(pp=2, layers_per_chunk=(4, 0), chunks_after_mtp=1), [4, 1]),
     ],
 )
-def test_recompute_keeps_the_mask_wherever_it_is_loaded(version: str, layout: Layout, expected: list[int]) -> None:
-    """On both ends, before 0.15 for all their chunks, and on the stage of multi-token prediction."""
-    this = changed_job(job(mtp_num_layers=1 if layout.chunks_after_mtp else 0), megatron_version=version)
+def test_recompute_keeps_the_mask_wherever_it_is_loaded(layout: Layout, expected: list[int]) -> None:
+    """On both ends, and on the stage of multi-token prediction."""
+    this = job(mtp_num_layers=1 if layout.chunks_after_mtp else 0)
     asked = replace(layout, recompute=FULL_UNIFORM)
     parts = peak_memory_bytes(replace(this, batch=Batch(global_batch_size=8)), asked)
     bare = changed_job(this, performance_flags=("--no-create-attention-mask-in-dataloader",))
@@ -181,19 +180,9 @@ def test_a_job_without_a_mask_has_none_to_leave_out() -> None:
     assert without_mask(bare) is None
 
 
-@pytest.mark.parametrize(
-    ("flags", "version", "expected"),
-    [
-        (("--sft",), "0.16.1", True),
-        (("--sft",), "0.20.0", True),
-        (("--sft",), "0.15.0", False),
-        (("--sft", NO_MASK), "0.16.1", False),
-        ((), "0.16.1", False),
-    ],
-)
-def test_a_data_set_that_makes_no_mask_is_named(flags: tuple[str, ...], version: str, expected: bool) -> None:
-    """From 0.16 on the data set for supervised fine-tuning asserts that no mask is made."""
-    short = changed_job(mask_job(*flags, seq_length=512), megatron_version=version)
-    notes = mask_notes(short, Layout())
+@pytest.mark.parametrize(("flags", "expected"), [(("--sft",), True), (("--sft", NO_MASK), False), ((), False)])
+def test_a_data_set_that_makes_no_mask_is_named(flags: tuple[str, ...], expected: bool) -> None:
+    """The data set for supervised fine-tuning asserts that no mask is made."""
+    notes = mask_notes(mask_job(*flags, seq_length=512), Layout())
 
     assert expected == any("With --sft the first sample ends the job" in note for note in notes)

@@ -95,29 +95,19 @@ def test_grouped_gemms_have_four_more() -> None:
     assert sizes == [68 * MIB, 84 * MIB]
 
 
-@pytest.mark.parametrize(
-    ("release", "impl", "expected"),
-    [
-        ("0.15.0", "transformer_engine", (64 + 3 * 32) * MIB),
-        ("0.16.0", "transformer_engine", (64 + 4 * 32) * MIB),
-        ("0.16.0", "local", 64 * MIB),
-    ],
-)
-def test_overlapped_tensor_parallelism(release: str, impl: str, expected: int) -> None:
-    """Overlap needs three workspaces of TransformerEngine, and newer releases keep the usual one beside them."""
+@pytest.mark.parametrize(("impl", "expected"), [("transformer_engine", (64 + 4 * 32) * MIB), ("local", 64 * MIB)])
+def test_overlapped_tensor_parallelism(impl: str, expected: int) -> None:
+    """Overlap needs three workspaces of TransformerEngine beside the usual one."""
     job = tiny_job(model=tiny_model(transformer_impl=impl), performance_flags=("--tp-comm-overlap",))
 
-    assert expected == workspace_bytes(changed_job(job, megatron_version=release), capability=H100)
+    assert expected == workspace_bytes(job, capability=H100)
 
 
-@pytest.mark.parametrize(
-    ("release", "flags", "expected"),
-    [("0.12.0", (), 64), ("0.13.0", (), 96), ("0.13.0", ("--moe-router-dtype fp64",), 64)],
-)
-def test_a_router_has_a_workspace_of_transformer_engine(release: str, flags: tuple[str, ...], expected: int) -> None:
+@pytest.mark.parametrize(("flags", "expected"), [((), 96), (("--moe-router-dtype fp64",), 64)])
+def test_a_router_has_a_workspace_of_transformer_engine(flags: tuple[str, ...], expected: int) -> None:
     """In Megatron's own layers the router is the only user, and not with double precision."""
     model = tiny_model(transformer_impl="local", num_experts=4, moe_layer_freq=(1,) * 4, moe_ffn_hidden_size=128)
-    job = changed_job(tiny_job(model=model, performance_flags=flags), megatron_version=release)
+    job = tiny_job(model=model, performance_flags=flags)
 
     assert expected * MIB == workspace_bytes(job, capability=H100)
 

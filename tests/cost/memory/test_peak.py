@@ -473,14 +473,13 @@ def test_tensor_parallelism_cuts_the_matrices() -> None:
     assert dummy_gradient_bytes(fp8_job(gated_linear_unit=True), Layout(), has_head=False) == LAYER + 2 * 256 * 64
 
 
-def test_grouped_experts_have_none_before_016() -> None:
+def test_grouped_experts_have_dummies() -> None:
     """Attention 192 + 64 rows, a shared expert of width 32, and experts of width 128, all from or to 64."""
     moe = {"num_experts": 4, "moe_layer_freq": (1,) * 4, "moe_ffn_hidden_size": 128}
-    newer = fp8_job("--moe-grouped-gemm", **moe, moe_shared_expert_intermediate_size=32)
-    older, attention = changed_job(newer, megatron_version="0.15.0"), 2 * (192 * 64 + 64 * 64)
+    grouped = fp8_job("--moe-grouped-gemm", **moe, moe_shared_expert_intermediate_size=32)
+    attention = 2 * (192 + 64) * 64
 
-    assert dummy_gradient_bytes(older, Layout(), has_head=False) == attention + 2 * 2 * 32 * 64
-    assert dummy_gradient_bytes(newer, Layout(), has_head=False) == attention + 2 * 2 * (32 + 128) * 64
+    assert dummy_gradient_bytes(grouped, Layout(), has_head=False) == attention + 2 * 2 * (32 + 128) * 64
 
 
 @pytest.mark.parametrize(
@@ -488,11 +487,10 @@ def test_grouped_experts_have_none_before_016() -> None:
     [
         fp8_job("--no-gradient-accumulation-fusion"),
         fp8_job(transformer_impl="local"),
-        changed_job(fp8_job(), megatron_version="0.13.1"),
     ],
 )
 def test_nothing_without_the_store(this: Job) -> None:
-    """Gradients that are computed apart, Megatron's own layers, and releases before it."""
+    """Gradients that are computed apart, and Megatron's own layers."""
     assert dummy_gradient_bytes(this, Layout(), has_head=True) == 0
 
 

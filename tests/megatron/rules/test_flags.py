@@ -107,7 +107,7 @@ PRECISE = "--use-precision-aware-optimizer --use-distributed-optimizer"
         ("--save x --save-interval 4 --save-retain-interval 0", "0.16.1", "-interval 0: must be at least 1"),
         ("--save x --save-interval 4 --save-retain-interval -4", "0.20", "must be at least 1"),
         ("--log-memory-interval 3 --log-interval 0", "0.16.1", "--log-interval 0: not a multiple of --log-interval"),
-        ("--num-distributed-optimizer-instances 0", "0.14.0", "must be at least 1"),
+        ("--num-distributed-optimizer-instances 0", "0.16.1", "must be at least 1"),
         ("--swiglu --activation-func-clamp-value 7", "0.20", "needs --num-experts with --swiglu"),
         (f"--swiglu {EXPERTS} --activation-func-clamp-value 0", "0.20", "and a finite value above 0"),
         (f"--swiglu {EXPERTS} --activation-func-clamp-value inf", "0.20", "and a finite value above 0"),
@@ -224,7 +224,7 @@ def test_every_name_in_a_rule_is_a_flag_of_some_release() -> None:
 
 def test_a_misspelt_destination_is_an_error() -> None:
     """A destination of another release is None, and a name that no release has raises an error."""
-    arguments = Arguments.parse((), "0.14.0")
+    arguments = Arguments.parse((), "0.16.1")
 
     assert FlagView(arguments).moe_paged_stash is None
     with pytest.raises(AttributeError, match="no release of Megatron has a flag for moe_page_stash"):

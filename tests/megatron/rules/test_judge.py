@@ -205,7 +205,7 @@ CASES = {
     ],
     "sequence parallelism": [
         ("0.16.1", f"--tp-comm-overlap {TP} 2", f"--tp-comm-overlap {TP} 2 --sequence-parallel"),
-        ("0.14.0", "--tp-comm-overlap", f"--tp-comm-overlap {TP} 2 --sequence-parallel"),
+        ("0.16.1", "--tp-comm-overlap", f"--tp-comm-overlap {TP} 2 --sequence-parallel"),
         ("0.18.0", "--tp-comm-overlap --sequence-parallel", f"--tp-comm-overlap {TP} 4 --sequence-parallel"),
     ],
     "overlapped experts": [
@@ -225,15 +225,15 @@ CASES = {
             f"{PP} 4 {STAGES} 2 --overlap-p2p-communication-warmup-flush --no-overlap-p2p-communication",
             f"{PP} 4 {STAGES} 2 --no-overlap-p2p-communication",
         ),
-        ("0.14.0", "--overlap-p2p-communication-warmup-flush", ""),
+        ("0.16.1", "--overlap-p2p-communication-warmup-flush", ""),
         ("0.16.1", f"{RAMP} 4 4 100 {PP} 4 {STAGES} 2", f"{RAMP} 8 8 100 {PP} 4 {STAGES} 2"),
         ("0.17.1", f"{RAMP} 8 4 100 {PP} 4 {STAGES} 2", f"{RAMP} 8 4 100 {PP} 4"),
-        ("0.14.0", f"{RAMP} 4 4 100 {PP} 4 {STAGES} 2", f"{RAMP} 4 4 100 {PP} 4"),
+        ("0.16.1", f"{RAMP} 4 4 100 {PP} 4 {STAGES} 2", f"{RAMP} 4 4 100 {PP} 4"),
     ],
     "widths": [
         ("0.16.1", f"{WIDE} --moe-layer-freq 2", WIDE),
         ("0.20.0", f"{WIDE} --moe-layer-freq ([1]*7+[0]*1)", WIDE),
-        ("0.14.0", f"--ffn-hidden-size 250 {TP} 4", f"--ffn-hidden-size 252 {TP} 4"),
+        ("0.16.1", f"--ffn-hidden-size 250 {TP} 4", f"--ffn-hidden-size 252 {TP} 4"),
         ("0.18.0", f"{WIDE} --moe-ffn-hidden-size 90", f"{WIDE} --moe-ffn-hidden-size 92"),
     ],
     "kinds of exchange": [
@@ -275,8 +275,6 @@ CASES = {
         ),
     ],
     "experts": [
-        ("0.15.0", f"{EXPERTS} {EP} 2 --fp16", f"{EXPERTS} {EP} 2 --bf16"),
-        ("0.15.0", f"{EXPERTS} {EP} 4 --fp16", f"{EXPERTS} --fp16"),
         ("0.16.1", f"{EXPERTS} --moe-token-dispatcher-type flex", f"{EXPERTS} --moe-token-dispatcher-type flex {EP} 2"),
         (
             "0.18.0",
@@ -293,14 +291,6 @@ CASES = {
     "CUDA graphs": [
         ("0.16.1", f"{GRAPHS} local {FULL}", f"{GRAPHS} local --cuda-graph-scope full_iteration {NO_CHECK} {FULL}"),
         ("0.18.0", f"{GRAPHS} transformer_engine {FULL}", f"{GRAPHS} full_iteration {NO_CHECK} {FULL}"),
-        ("0.14.0", f"--enable-cuda-graph {SELECTIVE} layernorm", f"--external-cuda-graph {SELECTIVE} layernorm"),
-        ("0.14.0", f"--external-cuda-graph {FULL}", "--external-cuda-graph"),
-        (
-            "0.15.0",
-            f"{GRAPHS} transformer_engine {SELECTIVE} layernorm",
-            f"{GRAPHS} transformer_engine --cuda-graph-scope attn {SELECTIVE} layernorm",
-        ),
-        ("0.15.0", f"{GRAPHS} transformer_engine --cuda-graph-scope attn {SELECTIVE} core_attn", ""),
         (
             "0.16.1",
             f"{ENGINE} {SELECTIVE} core_attn",

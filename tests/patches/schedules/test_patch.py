@@ -9,7 +9,7 @@ import pytest
 from pipette_launch.facts.schedule import RELEASES
 from pipette_patches.schedules.patch import PATCH, Figures, Watchdog
 
-VERSIONS = ("0.13.1", "0.14.0", "0.16.1", "0.19.2", "0.20.0", "0.20.0+d98e8a6", "0.21.0.dev1", "0.21.0rc0", "0.21.0")
+VERSIONS = ("0.15.3", "0.16.1", "0.19.2", "0.20.0", "0.20.0+d98e8a6", "0.21.0.dev1", "0.21.0rc0", "0.21.0")
 
 
 @pytest.mark.parametrize("version", VERSIONS)

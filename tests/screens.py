@@ -75,11 +75,7 @@ def plan(cluster: Cluster, chosen: Choice, own: Choice, *alternatives: Choice, *
             "tp2 pp2 dp2 mbs4 dist-opt takes 62.8 ms a step, 13.9% less than tp1 pp1 dp8 mbs1, the user's own.",
             "It saves most on gradient reduction: 5.97 ms in place of 17.7 ms.",
         ),
-        notes=(
-            "No collective was measured; collectives are priced as rings over single links.",
-            "Not modelled: one thing.",
-            "Not modelled: another.",
-        ),
+        notes=("No collective was measured; collectives are priced as rings over single links.",),
         num_layouts=141,
         dropped={"interleaving needs at least pp micro-batches": 9, "pp*vpp does not divide num_layers=24": 4},
         solve_s=0.4,
@@ -244,12 +240,11 @@ def spared() -> str:
         templates=smaller,
         other_hosts=("spare0", "spare1"),
         reasons=tuple(f"Reason number {number} takes a whole line of a screen of 100 columns." for number in range(6)),
-        notes=(
+        advice=(
             "--moe-router-load-balancing-type sinkhorn balances within a micro-batch: the micro-batch size stays",
             "--save is not given: after the loss of a host the job starts over from iteration 0",
-            *(f"links: assumption {number} that nobody can change" for number in range(9)),
-            *(f"Not modelled: effect {number}." for number in range(13)),
         ),
+        notes=tuple(f"links: assumption {number} that nobody can change" for number in range(9)),
     )
     flags = [word for number in range(14) for word in (f"--flag-number-{number}", str(number))]
     return shown(made, tiny_measurements(cluster), new_arguments=(*NEW, *flags))
@@ -322,11 +317,7 @@ def prediction(**changes: object) -> Prediction:
         verdict="fits",
         step_time_s=34.05,
         breakdown_s={"compute": 23.0, "tensor_parallel": 9.9, "bubble": 1.1, "optimizer": 0.05},
-        notes=(
-            "Context: 477 MiB, default: a CUDA context takes 300 to 500 MB.",
-            "Not modelled: one thing.",
-            "Not modelled: another.",
-        ),
+        notes=("Context: 477 MiB, default: a CUDA context takes 300 to 500 MB.",),
         megatron_version="0.16.1",
         rate=replace(RATE, tokens_per_s=123_181, flops_per_s=398.7e12, mfu=0.4031),
     )

@@ -310,7 +310,6 @@ class RunScript(Decision):
     patches: tuple[str, ...] = ()
 
     def ranks_of(self, token: str) -> tuple[int, ...]:
-        """Return the RANK of each local device of an agent. The result is empty for an agent on standby."""
         choice, host = self.choice, next((node.host for node in self.nodes if node.token == token), None)
         if choice is None or self.plan is None:
             return Decision.ranks_of(self, token)
@@ -345,12 +344,10 @@ class RunTrial(RunScript):
 
     @property
     def choice(self) -> Choice | None:
-        """Candidate to run. With None, the workers run the user's own configuration in torchrun's order."""
         return self.plan.contenders()[self.trial - 1] if self.trial else None
 
     @property
     def key(self) -> str:
-        """Name of this phase, unique within a round."""
         return f"trial-{self.trial}"
 
 
@@ -382,12 +379,10 @@ class RunTraining(RunScript):
 
     @property
     def choice(self) -> Choice | None:
-        """Candidate to run. With None, the workers run the user's own configuration in torchrun's order."""
         candidates = self.plan.candidates() if self.plan else ()
         return candidates[self.attempt] if self.attempt < len(candidates) else None
 
     def ranks_of(self, token: str) -> tuple[int, ...]:
-        """Return the RANK of each local device of an agent. The result is empty for an agent on standby."""
         if not self.host_order:
             return RunScript.ranks_of(self, token)
         return _successive_ranks(sorted(self.nodes, key=lambda node: self.host_order.index(node.host)), token)

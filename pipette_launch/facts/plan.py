@@ -276,7 +276,7 @@ class Plan:
     reasons: tuple[str, ...]
     """Reasons for the choice, one sentence each."""
     notes: tuple[str, ...]
-    """Notes on poor measurements, assumptions, pinned options and omissions, one sentence each."""
+    """Notes on poor measurements and assumptions, one sentence each."""
     num_layouts: int
     """Number of legal layouts that the search considered."""
     dropped: dict[str, int]
@@ -289,6 +289,8 @@ class Plan:
     """Trials that decided the choice. The field is `None` if no trials ran."""
     num_in_line: int | None = field(default=None, metadata=ADDED_LATER)
     """Number of first alternatives that are better than the user's own configuration. None = all alternatives."""
+    advice: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
+    """Notes on which the user can act: on flags, the own configuration, memory, hosts and files, one sentence each."""
     own_fault: str = field(default="", metadata=ADDED_LATER)
     """Reason why the user's own configuration cannot run. Empty = the configuration can run. If Megatron refuses the
     configuration, `own` is a substitute. If the search rules the configuration out, `own` has another layout's step

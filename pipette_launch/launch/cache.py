@@ -241,7 +241,7 @@ def named_plan(path: Path, hosts: Sequence[Host]) -> Plan:
                 f"The plan was made for {len(hosts)} imagined hosts; {hosts[0].name} to {hosts[-1].name} replace them "
                 f"in torchrun's order, without regard to the links between them"
             )
-            plan = replace(plan, hosts=tuple(host.name for host in hosts), notes=(*plan.notes, note))
+            plan = replace(plan, hosts=tuple(host.name for host in hosts), advice=(*plan.advice, note))
         check_belongs(plan, hosts, str(path))
     except PipetteError as error:
         raise UsageError(f"--pipette-plan {error}") from error
@@ -274,7 +274,7 @@ def adopt(plan: Plan, job: Job, key: str, source: str) -> tuple[Plan, str]:
         f"{source} was made for another job, other machines or other versions (its key is {plan.provenance.key}, this "
         f"job's is {key}): its predictions may not hold here"
     )
-    return replace(adopted, notes=(*adopted.notes, note)), note
+    return replace(adopted, advice=(*adopted.advice, note)), note
 
 
 def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:

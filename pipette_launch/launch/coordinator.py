@@ -155,7 +155,6 @@ class Coordinator:
                 return self._go_on(records, held, step)
 
     def _go_on(self, records: Sequence[NodeRecord], held: RunTraining, step: replan.TryNext | replan.Keep) -> Decision:
-        """Train on the same hosts, with the next candidate or with the same one."""
         self._leave_out(set(self._common.hosts) - set(held.hosts))
         if isinstance(step, replan.TryNext):
             assert held.plan is not None
@@ -277,7 +276,6 @@ class Coordinator:
         return self._plan(hosts, job, measured)
 
     def _measure(self, job: Job, hosts: tuple[Host, ...], num_spares: int = 0) -> Decision:
-        """Return the decision to run a warm-up."""
         # --pipette-probe measures everything anew and uses no earlier measurements.
         is_whole = self._measures_anew or self._options.probe_to is not None
         order = probe_options(
@@ -458,7 +456,6 @@ class Coordinator:
         return self._unplanned()
 
     def _unplanned(self) -> RunTraining:
-        """Return the decision to train with the user's own configuration, in torchrun's order."""
         training, planner = RunTraining.of(self._common, plan=None, patches=self.planner.patches), self.planner
         if planner.job is None:
             return training

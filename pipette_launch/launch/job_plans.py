@@ -113,7 +113,7 @@ class Planner:
         self.measurements = None if note else self.cache.measurements()
         if self.shortage and self.shortage.rules_out(adopted.chosen):
             note = f"This plan runs because you named it, though it needs as much memory: {self.shortage.sentence}."
-            adopted = replace(adopted, notes=(*adopted.notes, note))
+            adopted = replace(adopted, advice=(*adopted.advice, note))
         return adopted
 
     def from_cache(self, job: Job, hosts: Sequence[Host]) -> tuple[Plan | None, str]:
@@ -179,8 +179,8 @@ class Planner:
         source = f"measured at {measurements.taken_at}"
         dialect = self._script.dialect(job.own.world_size)
         plan = with_setting(plan, job, measurements, script=self._options.script, dialect=dialect, machines=source)
-        notes = (*plan.notes, f"{lean[0].upper()}{lean[1:]}.") if lean else plan.notes
-        plan = replace(plan, other_hosts=tuple(spares), notes=notes)
+        advice = (*plan.advice, f"{lean[0].upper()}{lean[1:]}.") if lean else plan.advice
+        plan = replace(plan, other_hosts=tuple(spares), advice=advice)
         self.measurements, self.surveyed = measurements, surveyed
         self.keep(plan, job)
         return plan
@@ -286,4 +286,4 @@ class Planner:
         gone = len(plan.templates) - len(left)
         plans = counted(gone, "plan")
         note = f"Left out: {plans} for fewer hosts, which cannot load the checkpoints of {layout.words()}."
-        return replace(plan, templates=left, notes=(*plan.notes, note))
+        return replace(plan, templates=left, advice=(*plan.advice, note))

@@ -355,7 +355,6 @@ def document_at(where: Path | None) -> Path:
 
 
 def _newest(root: Path) -> Path | None:
-    """Return the most recently written job document below a cache."""
     ages = {path: age for path in root.glob(f"*/{KEPT}") if (age := _written_s(path)) is not None}
     return max(ages, key=lambda path: ages[path], default=None)
 

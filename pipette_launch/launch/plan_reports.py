@@ -137,7 +137,6 @@ def job_of(plan: Plan, measured: Measurements | None) -> Job:
 
 
 def _picture(plan: Plan, measured: Measurements) -> Picture:
-    """Compute the drawn steps of the plan."""
     from pipette_launch.planning.picture import picture_of
 
     return picture_of(plan, job_of(plan, measured), measured)

@@ -262,7 +262,6 @@ class TrialCoordinator:
         return warm_ups
 
     def _next(self, like: RunScript, job: Job, plan: Plan) -> RunTrial:
-        """Return the decision to run the next trial, on the nodes of the decision `like`."""
         iterations = self._warm_ups + self._options.trial_iters
         following = RunTrial.of(like, plan=plan, trial=len(self._runs), iterations=iterations, patches=like.patches)
         choice = following.choice

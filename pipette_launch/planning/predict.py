@@ -12,7 +12,7 @@ from pipette_launch.cost.memory import overhead as overheads
 from pipette_launch.cost.memory.overhead import MeasuredStages, Overhead
 from pipette_launch.cost.memory.peak import NO_MASK, mask_notes, peak_memory_bytes, without_mask
 from pipette_launch.cost.step.assemble import StepTime
-from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor, launching_notes
+from pipette_launch.cost.step.predictor import Predictor, launching_notes
 from pipette_launch.defaults import MEMORY_MARGIN
 from pipette_launch.errors import FactError, OptionError, PlanError, check_share
 from pipette_launch.facts import Job, Layout, Measurements
@@ -251,7 +251,6 @@ def _step(job: Job, machines: TargetMachines) -> tuple[StepTime | None, Rate | N
         step = predictor.step_time(job.own, range(machines.world_size))
     except (FactError, PlanError) as error:
         return None, None, (f"No step time: {error}.",)
-    left_out = (f"Not modelled: {sentence[0].lower()}{sentence[1:]}" for sentence in NOT_MODELLED)
     rate = Rate.of(job, job.own, step.total_s, measurements.cluster, dtype=compute_dtype(job))
     launching = launching_notes(job, job.own, step.breakdown_s, step.total_s)
-    return step, rate, (*measurements.notes, *predictor.notes(job.own), *launching, *left_out)
+    return step, rate, (*measurements.notes, *predictor.notes(job.own), *launching)

@@ -20,10 +20,10 @@ from pipette_launch.facts.plan import Ranked
 from pipette_launch.report.measured import MOST_VERDICTS, health, what_the_plan_rests_on
 from pipette_launch.report.screen import (
     INDENT,
+    LEFT_OUT,
     MOST_STAGES,
     Line,
     Section,
-    advice,
     bar,
     breakdown,
     bullet,
@@ -380,12 +380,12 @@ def _dropped(plan: Plan) -> Iterator[Line]:
 
 def _notes(plan: Plan, where: str, most: int | None, *, counts_dropped: bool = True) -> Iterator[Line]:
     """Return the plan's notes and the number of dropped layouts. A short screen shows only some notes."""
-    notes, dropped = plan.notes, sum(plan.dropped.values())
+    notes, dropped = (*plan.advice, *plan.notes, LEFT_OUT), sum(plan.dropped.values())
     if dropped and counts_dropped:
         reason = max(plan.dropped, key=lambda reason: plan.dropped[reason])
         looked_at = f"{counted(plan.num_layouts, 'layout')} looked at"
         notes = (*notes, f"{looked_at}, {counted(dropped, 'combination')} dropped, most of them because {reason}.")
-    shown = notes if most is None else advice(plan.notes)[:most]
+    shown = notes if most is None else plan.advice[:most]
     yield from map(bullet, shown)
     rest = len(notes) - len(shown)
     if rest:

@@ -9,14 +9,15 @@ from pipette_launch.facts.glossary import SHORT
 from pipette_launch.facts.job import EXPANDABLE_SEGMENTS
 from pipette_launch.facts.prediction import PARTS, Prediction, StageMemory
 from pipette_launch.report.screen import (
+    LEFT_OUT,
     Line,
     Section,
     breakdown,
+    bullet,
     columns,
     grid,
     limit_words,
     memory_bars,
-    note_lines,
     rate_words,
     screen,
     stages_shown,
@@ -41,7 +42,7 @@ def prediction_screen(prediction: Prediction) -> str:
         ("Memory", _memory(prediction)),
         ("Split", [_split(prediction, columns(sys.stdout))]),
         ("Step time", _step(prediction)),
-        ("Notes", note_lines(prediction.notes, what="the step's time")),
+        ("Notes", map(bullet, (*prediction.notes, LEFT_OUT))),
     )
     return screen("pipette predict", sections)
 

@@ -120,13 +120,7 @@ def screen(title: str, sections: Iterable[Section], *, has_gaps: bool = True, st
     return drawn if (target.encoding or "ascii").lower().startswith("utf") else drawn.translate(ASCII)
 
 
-NOT_MODELLED = "Not modelled: "
-"""Start of a note about an effect that the cost model omits. Most screens only count such notes."""
-FLAG = re.compile(r"(?<![\w-])--[a-z]")
-TELLING = re.compile(
-    r"own configuration|user's own layout .* is ruled out|own layout could not be priced|something else may be running|"
-    r"layers were built from"
-)
+LEFT_OUT = "Predictions leave out small effects: docs/prediction.md, What is not predicted."
 
 
 def rate_words(rate: Rate, world_size: int) -> str:
@@ -174,29 +168,6 @@ def limit_words(limit_bytes: int, free_bytes: int, margin: float, *, is_short: b
         f"what one device holds, overhead included; the limit of {bytes_text(limit_bytes)} is what is free on the "
         f"fullest device ({bytes_text(free_bytes)}), less the margin of {margin:.0%}"
     )
-
-
-def advice(notes: Sequence[str]) -> list[str]:
-    """Pick the notes of a plan on which the user can act.
-
-    The picked notes name a flag, the user's own configuration or other work on the hosts. Notes after the last note on
-    an effect that is not modelled are also picked, because these notes concern files, hosts and memory.
-    """
-    later = max((index for index, note in enumerate(notes) if note.startswith(NOT_MODELLED)), default=len(notes))
-    return [
-        note
-        for index, note in enumerate(notes)
-        if not note.startswith(NOT_MODELLED) and (index > later or FLAG.search(note) or TELLING.search(note))
-    ]
-
-
-def note_lines(notes: Sequence[str], *, what: str) -> Iterator[Line]:
-    """Return notes with bullets. The last note counts effects on `what` (such as time) that are not modelled."""
-    gaps = sum(note.startswith(NOT_MODELLED) for note in notes)
-    yield from (bullet(note) for note in notes if not note.startswith(NOT_MODELLED))
-    if gaps:
-        verb = "is" if gaps == 1 else "are"
-        yield bullet(f"{gaps} {plural('effect', gaps)} on {what} {verb} not modelled; --json lists them.")
 
 
 BETWEEN = "   "

@@ -18,7 +18,7 @@ from pipette_launch.cost.memory.overhead import (
 )
 from pipette_launch.cost.memory.peak import NO_MASK, mask_notes, peak_memory_bytes, without_mask
 from pipette_launch.cost.step.assemble import LAUNCHING
-from pipette_launch.cost.step.predictor import NOT_MODELLED, launching_notes
+from pipette_launch.cost.step.predictor import launching_notes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Choice, Job, Layout
 from pipette_launch.facts.job import EXPANDABLE_SEGMENTS
@@ -62,10 +62,10 @@ def reasons(inputs: SearchInputs, chosen: Chosen, *, floor_s: float, margin: flo
     return (*why, *_runner_up(chosen), *_doubt(inputs, chosen), _bound(chosen), _floor(inputs, chosen, floor_s))
 
 
-def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
-    """Name doubtful measurements, assumptions, pinned fields, and effects that are not modelled."""
-    own, priced = chosen.own, (chosen.own_basis if chosen.keeps_own else None) or chosen.choice.layout
-    found = [*inputs.job.notes, *inputs.measurements.notes, *inputs.predictor.notes(priced)]
+def advice(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
+    """Name what became of the user's own configuration, and flags that fix fields or that are not fully priced."""
+    own, found = chosen.own, []
+    priced = (chosen.own_basis if chosen.keeps_own else None) or chosen.choice.layout
     if inputs.own_fault is not None and not inputs.job.own_refusal:
         found.append(f"The user's own layout {own.layout.words()} is ruled out: {inputs.own_fault}.")
     elif chosen.own_basis is not None:
@@ -73,9 +73,15 @@ def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
             f"The user's own layout could not be priced. The step time of the nearest priced layout, "
             f"{chosen.own_basis.words()}, replaces it."
         )
-    found += [block.sentence for block in inputs.blocks(chosen.choice.layout)]
     if inputs.own_split is not None:
         found.append(f"The user's own configuration, {own.layout.words()}, is not kept: {inputs.own_split}.")
+    return tuple(dict.fromkeys((*found, *inputs.job.notes, *inputs.predictor.notes(priced))))
+
+
+def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
+    """Name doubtful measurements and assumptions."""
+    own, found = chosen.own, [*inputs.measurements.notes]
+    found += [block.sentence for block in inputs.blocks(chosen.choice.layout)]
     devices = [(host.name, device) for host in inputs.cluster.hosts for device in host.devices]
     name, fullest = min(devices, key=lambda pair: pair[1].memory_free_bytes)
     if fullest.kind == "cuda" and fullest.memory_free_bytes < (1 - DRIVERS_SHARE) * fullest.memory_total_bytes:
@@ -98,7 +104,6 @@ def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
     shown = chosen.choice
     found += launching_notes(inputs.job, shown.layout, shown.breakdown_s, shown.step_time_s)
     found += _changed_numbers(inputs, chosen)
-    found += [f"Not modelled: {sentence[0].lower()}{sentence[1:]}" for sentence in NOT_MODELLED]
     return tuple(dict.fromkeys(found))
 
 

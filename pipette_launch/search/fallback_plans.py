@@ -117,7 +117,7 @@ def with_fallback_plans(
         made = f"{wants}, so plans are made for the loss of {len(sizes)}"
         short = (f"{made}. After more losses the job waits for other hosts.",)
     if not sizes:
-        return replace(plan, notes=(*plan.notes, *short))
+        return replace(plan, advice=(*plan.advice, *short))
     # Search only Megatron's own schedules, because a search for other schedules doubles the time.
     maker = _Maker(
         plan=plan,
@@ -136,7 +136,7 @@ def with_fallback_plans(
         plan = _choosing(plan, best.choice)
     note = needs.continuation_of(best.choice.layout).note
     sentence = (f"{note[0].upper()}{note[1:]}.",) if note else ()
-    return replace(plan, templates=fallback_plans(best.plans), notes=(*plan.notes, *short, *best.gaps, *sentence))
+    return replace(plan, templates=fallback_plans(best.plans), advice=(*plan.advice, *short, *best.gaps, *sentence))
 
 
 def _nearly_as_fast(plan: Plan) -> Iterator[Choice]:

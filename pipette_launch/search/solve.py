@@ -356,6 +356,7 @@ def _plan(
         keeps_own=chosen.keeps_own,
         reasons=(*cut_short, *explanations.reasons(inputs, chosen, floor_s=searched.floor_s, margin=options.margin)),
         notes=(*learned, *explanations.notes(inputs, chosen)),
+        advice=explanations.advice(inputs, chosen),
         num_layouts=0,
         dropped={},
         floor_s=searched.floor_s,
@@ -370,7 +371,7 @@ def _scheduled(
     """Choose a schedule that Megatron lacks if it saves enough; note the reason if the job cannot run any."""
     fault = unsupported(inputs.job, inputs.cluster)
     if fault:
-        return replace(plan, notes=(*plan.notes, f"Schedules beside Megatron's own are left out: {fault}."))
+        return replace(plan, advice=(*plan.advice, f"Schedules beside Megatron's own are left out: {fault}."))
     found = best_scheduled(
         inputs,
         searched.candidates,

@@ -245,7 +245,7 @@ def test_a_plan_for_imagined_hosts_runs_on_real_ones(saved: tuple[Path, str]) ->
     taken = named_plan(saved[0], hosts[:2])
 
     assert ("node0", "node1") == taken.hosts
-    assert "node0 to node1 replace them in torchrun's order" in taken.notes[-1]
+    assert "node0 to node1 replace them in torchrun's order" in taken.advice[-1]
     with pytest.raises(
         UsageError, match="the plan is for the hosts host0, host1; this job runs on node0, node1, node2"
     ):
@@ -295,7 +295,7 @@ def test_who_asks_for_a_plan_needs_no_layout(words: str, note: str, capsys: pyte
     setting = plan.setting
 
     assert (0, "") == (code, err)
-    assert any(each.startswith(note) for each in plan.notes)
+    assert any(each.startswith(note) for each in plan.advice)
     assert not (plan.keeps_own and plan.own_fault)
     assert setting is not None
     chosen = megatron.read_job(setting.new_arguments, world_size=8, megatron_version="0.16.1", device_kind="cuda").own
@@ -332,7 +332,7 @@ def test_what_stands_in_for_a_refused_layout_is_not_shown_as_yours(
 
     assert 0 == code
     assert plan.own_fault.startswith(reason)
-    assert f"{plan.own_fault}; {plan.own.layout.words()} replaces your own layout" in plan.notes
+    assert f"{plan.own_fault}; {plan.own.layout.words()} replaces your own layout" in plan.advice
     assert not [note for note in plan.notes if "is ruled out" in note]
     assert not plan.keeps_own
     assert not [screen for screen in screens if "yours" in screen]

@@ -49,7 +49,7 @@ def test_a_plan_of_another_job_is_taken_with_a_note() -> None:
 
     assert "mine.json was made for another job" in note
     assert "its key is ../../x, this job's is k" in note
-    assert (note,) == adopted.notes
+    assert (note,) == adopted.advice
     assert "k" == adopted.provenance.key
 
 

@@ -268,7 +268,7 @@ def test_a_plan_from_a_file_is_written_into_the_words(tmp_path: Path) -> None:
     assert ("2", "32") == (value(decision, "--pipeline-model-parallel-size"), value(decision, "--global-batch-size"))
     assert (3, 2) == decision.ranks_of("token-node0")
     assert decision.plan is not None
-    assert "mine.json was made for another job" in decision.plan.notes[0]
+    assert "mine.json was made for another job" in decision.plan.advice[0]
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_a_new_plan_says_what_bounds_it(folder: Path) -> None:
     assert after.plan is not None
     limits = [plan.chosen.memory_shown.margin for plan in (after.plan, *after.plan.templates)]
     assert [margin, margin] == pytest.approx(limits)
-    (note,) = (note for note in after.plan.notes if "ran out of memory" in note)
+    (note,) = (note for note in after.plan.advice if "ran out of memory" in note)
     plan_path = one.planner.cache.path(PLAN)
     assert note.endswith(
         f"so plans leave 45% of the memory free instead of 8% (to forget it, delete {path} and {plan_path})."
@@ -240,7 +240,7 @@ def test_a_plan_that_the_user_named_runs_all_the_same(folder: Path) -> None:
     assert words(held) == words(named) == words(warned)
     assert named.plan is not None
     assert warned.plan is not None
-    (note,) = warned.plan.notes[len(named.plan.notes) :]
+    (note,) = warned.plan.advice[len(named.plan.advice) :]
     assert note.startswith(f"This plan runs because you named it, though it needs as much memory: {FIRST}")
 
 

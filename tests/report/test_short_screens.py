@@ -15,14 +15,10 @@ from screens import NEW, OLD, at_width, choice, drawn, plan
 from pipette_launch.facts import Layout, Plan
 from pipette_launch.facts.health import Verdict
 from pipette_launch.report.plan import chosen_line, plan_file_screen, plan_screen
-from pipette_launch.report.screen import advice
 
 LINES, COLUMNS = 60, 100
-NOTES = (
-    "--ckpt-format torch fixes tp and pp; --ckpt-format torch_dist lets them change",
-    "Matrix products reach 72% of 989 TFLOP/s.",
-    "Not modelled: what --some-flag does.",
-)
+ADVICE = ("--ckpt-format torch fixes tp and pp; --ckpt-format torch_dist lets them change",)
+NOTES = ("Matrix products reach 72% of 989 TFLOP/s.", "links: one was estimated.")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,7 +72,7 @@ def test_long_listings_are_cut(**sizes: int) -> None:
             for one in range(sizes["num_templates"])
         ),
         reasons=many(sizes["num_reasons"], "Reason"),
-        notes=many(sizes["num_notes"], "--flag of note"),
+        advice=many(sizes["num_notes"], "Note"),
     )
     verdicts = tuple(
         Verdict(kind="pcie", host=f"node{one}", figure="uses 8 of the 16 lanes of its slot, which costs half its rate")
@@ -99,42 +95,23 @@ def test_long_listings_are_cut(**sizes: int) -> None:
 
 def noted() -> Plan:
     """A plan with one note on which the user can act, of three."""
-    return plan(tiny_cluster(1, 2), choice(Layout(dp=2), 1.0), choice(Layout(pp=2), 2.0), notes=NOTES, dropped={})
+    return plan(
+        tiny_cluster(1, 2), choice(Layout(dp=2), 1.0), choice(Layout(pp=2), 2.0), advice=ADVICE, notes=NOTES, dropped={}
+    )
 
 
 def test_notes_that_ask_for_nothing_are_counted() -> None:
-    """One that names a flag stays; how many more there are, and where, is one line; the report has all of them."""
+    """Advice stays. One line counts the other notes and names the report, which has all of them."""
     screens = {
         is_whole: plan_file_screen(noted(), title="", saved_to=Path("p.json"), is_whole=is_whole)
         for is_whole in (False, True)
     }
 
-    assert [True, False, False] == [note in screens[False] for note in NOTES]
-    assert "2 more notes on what was assumed; pipette report shows them" in screens[False]
-    assert all(note in screens[True] for note in NOTES)
+    assert [True, False, False] == [note in screens[False] for note in (*ADVICE, *NOTES)]
+    assert "3 more notes on what was assumed; pipette report shows them" in screens[False]
+    assert all(note in screens[True] for note in (*ADVICE, *NOTES))
+    assert "docs/prediction.md" in screens[True]
     assert "pipette report shows" not in screens[True]
-
-
-@pytest.mark.parametrize(
-    "note",
-    [
-        "The user's own layout tp3 is ruled out: its heads do not divide.",
-        "The user's own configuration, tp2 pp2, is not kept: its ranks lie on two hosts.",
-        "compute: layer times scatter by more than 10% on node0:1; something else may be running there",
-        "--save is not given: after the loss of a host the job starts over.",
-    ],
-)
-def test_what_becomes_of_ones_own_configuration_is_no_small_print(note: str) -> None:
-    """Nor is what a flag of the user's would change."""
-    assert [note] == advice((*NOTES[1:], "Matrix products reach 72%.", note, NOTES[2]))
-
-
-def test_what_was_added_to_a_plan_later_is_no_small_print() -> None:
-    """That a file is of another job, or hosts have changed, stands behind what the search itself assumed."""
-    note = "old.json was made for another job: its predictions may not hold here"
-
-    assert [note] == advice((NOTES[1], NOTES[2], note))
-    assert [] == advice((note, NOTES[1]))
 
 
 def test_the_last_reason_stays() -> None:

@@ -10,12 +10,10 @@ from facts_for_tests import changed_job, tiny_cluster, tiny_job, tiny_measuremen
 from search.worlds import ALL_FIELDS, on_gpus, pipeline_job, planned, two_racks
 
 from pipette_launch.cost.compute.device_model import published
-from pipette_launch.cost.step.predictor import NOT_MODELLED
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Batch, ComputeCase, Layout, Measurements
 from pipette_launch.facts.devices import KNOWN_DEVICES
 from pipette_launch.report.plan import chosen_line
-from pipette_launch.report.screen import NOT_MODELLED as PREFIX
 from pipette_launch.text import bytes_text
 
 
@@ -23,9 +21,11 @@ def test_all_is_said_in_sentences() -> None:
     """Each reason and each note ends as a sentence does."""
     plan = planned(tiny_job(4, notes=("Something is pinned.",)))
 
-    assert all(sentence.endswith(".") and sentence[0] == sentence[0].upper() for sentence in plan.notes)
+    assert all(
+        sentence.endswith(".") and sentence[0] == sentence[0].upper() for sentence in (*plan.advice, *plan.notes)
+    )
     assert all(sentence.endswith(".") for sentence in plan.reasons)
-    assert plan.notes[0] == "Something is pinned."
+    assert plan.advice[0] == "Something is pinned."
 
 
 def test_a_lead_is_compared_with_published_leads() -> None:
@@ -41,13 +41,6 @@ def test_a_lead_is_compared_with_published_leads() -> None:
     assert f"predicted {errors.lead_error:.1%} off in the mean ({errors.pairs} pairs of layouts of" in found
     assert f"the lead over your own configuration, {lead:.1%}, is {size}" in found
     assert not any("Leads of published" in reason for reason in plain.reasons)
-
-
-def test_what_is_not_modelled_is_listed() -> None:
-    """Every term that the cost model leaves out is in the plan, marked so that the screen can count it."""
-    plan = planned(tiny_job(4))
-
-    assert sum(note.startswith(PREFIX) for note in plan.notes) == len(NOT_MODELLED)
 
 
 def test_a_plan_names_the_wait_for_launches() -> None:

@@ -111,14 +111,14 @@ def test_min_of_nnodes_bounds_the_plans(tolerate: int, least: int, sizes: list[i
     made = templated(plan, measurements, batch=24, tolerate=tolerate, least=least)
 
     assert sizes == [len(one.hosts) for one in made.templates]
-    assert (len(sizes) < tolerate) == any("waits for other hosts" in note for note in made.notes)
+    assert (len(sizes) < tolerate) == any("waits for other hosts" in note for note in made.advice)
 
 
 def test_a_batch_that_does_not_divide_leaves_a_host_idle() -> None:
     """Two of three hosts train, with the reason in a note; no plan is made twice."""
     plan, measurements = world(4, 8, pinned=("tp", "pp", "cp"))
     made = templated(plan, measurements, batch=8, tolerate=2, read=job_of(8, pinned=("tp", "pp", "cp")))
-    notes = [note for note in made.notes if note.startswith("There is no plan for 3 hosts")]
+    notes = [note for note in made.advice if note.startswith("There is no plan for 3 hosts")]
 
     assert [2] == [len(one.hosts) for one in made.templates]
     assert 1 == len(notes)
@@ -159,7 +159,7 @@ def test_templates_keep_what_the_checkpoint_keeps() -> None:
 
     assert [3, 2, 1] == [len(one.hosts) for one in made.templates]
     assert {(2, 1)} == {(one.chosen.layout.tp, one.chosen.layout.pp) for one in made.templates}
-    assert "The format fixes tp and pp; --some-flag frees them." in made.notes
+    assert "The format fixes tp and pp; --some-flag frees them." in made.advice
 
 
 def two_candidates(second_s: float) -> tuple[Plan, Measurements]:
@@ -186,7 +186,7 @@ def test_a_plan_that_can_lose_a_host_is_chosen_if_it_is_nearly_as_fast(second_s:
         assert plan.chosen in made.alternatives
         assert "its checkpoints can be loaded on fewer hosts" in made.reasons[0]
     else:
-        assert any("There is no plan for 3 hosts" in note and "waits for other" in note for note in made.notes)
+        assert any("There is no plan for 3 hosts" in note and "waits for other" in note for note in made.advice)
 
 
 def test_tp_and_pp_stay_if_that_is_nearly_as_fast() -> None:
@@ -212,7 +212,7 @@ def test_a_job_that_cannot_be_read_for_fewer_hosts_has_no_plan_for_them() -> Non
     made = templated(plan, measurements, batch=24, tolerate=1, least=2, read=read)
 
     assert () == made.templates
-    assert any("There is no plan for 2 hosts (--nnodes 2: oh): when 1 of 3 hosts is lost" in one for one in made.notes)
+    assert any("There is no plan for 2 hosts (--nnodes 2: oh): when 1 of 3 hosts is lost" in one for one in made.advice)
 
 
 def test_gradient_buckets_of_another_size_are_no_template() -> None:
@@ -222,7 +222,7 @@ def test_gradient_buckets_of_another_size_are_no_template() -> None:
     made = templated(replace(plan, alternatives=()), measurements, batch=24, least=3, continuation=buckets)
 
     assert (8, ()) == (made.chosen.layout.dp, made.templates)
-    assert any("gradient buckets" in note for note in made.notes)
+    assert any("gradient buckets" in note for note in made.advice)
 
 
 def test_ranks_are_placed_anew_for_the_hosts_that_are_left() -> None:

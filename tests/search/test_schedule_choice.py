@@ -161,7 +161,7 @@ def test_what_the_patch_cannot_execute_is_said() -> None:
     plan = with_schedules(changed_job(pinned_job(), performance_flags=("--rampup-batch-size 2 2 100",)), *EXECUTABLE)
 
     assert plan.chosen.schedule == "1f1b"
-    assert "Schedules beside Megatron's own are left out: they do not run with --rampup-batch-size." in plan.notes
+    assert "Schedules beside Megatron's own are left out: they do not run with --rampup-batch-size." in plan.advice
 
 
 @pytest.mark.parametrize("version", ["0.15.3", "0.21.0"])
@@ -171,7 +171,7 @@ def test_a_release_that_the_patch_refuses_gets_no_such_plan(version: str) -> Non
 
     assert plan.chosen.schedule == "1f1b"
     reason = f"they run with megatron-core from 0.16 on and before 0.21, and the job has {version}"
-    assert f"Schedules beside Megatron's own are left out: {reason}." in plan.notes
+    assert f"Schedules beside Megatron's own are left out: {reason}." in plan.advice
 
 
 @pytest.mark.parametrize("version", ["0.16.0", "0.20.0"])

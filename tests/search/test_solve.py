@@ -169,7 +169,7 @@ def test_an_unmeasured_own_layout_takes_its_neighbours_time() -> None:
     plan = planned(tiny_job(4), tiny_measurements(tiny_cluster(), cases))
 
     assert math.isfinite(plan.own.step_time_s)
-    assert any("nearest priced layout, tp2 pp1 dp2 mbs1" in note for note in plan.notes)
+    assert any("nearest priced layout, tp2 pp1 dp2 mbs1" in note for note in plan.advice)
     assert plan == files.loads(Plan, files.dumps(plan), "test")
 
 
@@ -180,7 +180,7 @@ def test_an_own_layout_that_megatron_refuses_is_told_and_left() -> None:
 
     assert not plan.keeps_own
     assert plan.own.layout == job.own
-    assert any("The user's own layout tp1 pp4" in note for note in plan.notes)
+    assert any("The user's own layout tp1 pp4" in note for note in plan.advice)
 
 
 def test_alternatives_are_other_plans_and_no_slower_than_the_own() -> None:
@@ -365,7 +365,7 @@ def test_an_order_that_splits_experts_is_no_configuration_to_keep() -> None:
     assert job.own == plan.chosen.layout
     assert not plan.keeps_own
     assert "in torchrun's order it splits blocks of 4 expert-parallel ranks, and HybridEP needs" in plan.own_fault
-    assert any("is not kept: in torchrun's order it splits" in note for note in plan.notes)
+    assert any("is not kept: in torchrun's order it splits" in note for note in plan.advice)
 
 
 def test_userbuffers_keep_tensor_parallelism_inside_hosts() -> None:

@@ -210,22 +210,6 @@ def _columns(values_KPD: Floats) -> Floats:
     return np.asarray(values_KPD.transpose(1, 0, 2).reshape(values_KPD.shape[1], -1))
 
 
-NOT_MODELLED = (
-    "Faster compute while other slots of a host wait: a warm-up times compute on all slots at once.",
-    "Contention for one link or network card between groups or pipelines, beyond what a warm-up times.",
-    "Sends that delay each other in Megatron's schedules; each send takes the time of its link.",
-    "Slower matrix products while collectives run beside them.",
-    "Aligned starts of overlapped gradient reduction on all pipeline ranks.",
-    "Reductions of the gradient norm, and of the gradients of norms and learned positions.",
-    "Exchanges of routing (probabilities, maps, numbers of tokens), and broadcasts of the batch over tp.",
-    "Without measured stages: Megatron's own code between the passes, about 1 ms of a CPU for each pass.",
-    "Without measured stages: the gradient of the embedding table, which Megatron adds up for each micro-batch.",
-    "Random numbers for dropout inside flash attention.",
-    "On measured machines: logging and other host work of a step outside of its schedule and optimizer.",
-    "Evaluation, checkpoints, and data loading, except for Megatron-LM's own trainer on CPUs.",
-)
-"""Effects that the predicted step time leaves out, one sentence each."""
-
 UNEVEN = (
     "Every expert is priced with the same number of tokens, as under --moe-router-force-load-balancing. Published "
     "steps with a free router are 6 to 25 % longer."

@@ -43,7 +43,7 @@ from pipette_launch.report.plan import (
     rank_ranges,
     schedule_words,
 )
-from pipette_launch.report.screen import NOT_MODELLED, arguments_diff, mfu_text, paste_text
+from pipette_launch.report.screen import LEFT_OUT, arguments_diff, mfu_text, paste_text
 from pipette_launch.search.slots import tiers_of
 from pipette_launch.text import (
     GIB,
@@ -558,8 +558,7 @@ def plan_page(
         is_measured=measurements is not None and plan.provenance.source != "imagined",
         job=_job(plan),
         flags=_flags(plan),
-        notes=[note for note in plan.notes if not note.startswith(NOT_MODELLED)],
-        gaps=[note.removeprefix(NOT_MODELLED) for note in plan.notes if note.startswith(NOT_MODELLED)],
+        notes=[*plan.advice, *plan.notes, LEFT_OUT],
         solve=seconds_text(plan.solve_s),
         num_layouts=f"{plan.num_layouts:,}",
     )

@@ -27,7 +27,7 @@ from search.worlds import on_gpus
 
 from pipette_launch.cost.communication.exchanges import Groups
 from pipette_launch.cost.pipeline.extra import named_schedule
-from pipette_launch.cost.step.predictor import NOT_MODELLED, WHOLE_LAYERS, Predictor, launching_notes
+from pipette_launch.cost.step.predictor import WHOLE_LAYERS, Predictor, launching_notes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import (
     Batch,
@@ -511,12 +511,6 @@ def test_a_placement_of_64_ranks_is_priced_in_milliseconds() -> None:
         cost(placement)
 
     assert (time.process_time() - start) / 20 < 10e-3
-
-
-def test_what_is_left_out_is_said() -> None:
-    """The plan's notes take these sentences as they are."""
-    assert all(sentence.endswith(".") for sentence in NOT_MODELLED)
-    assert any("other slots" in sentence for sentence in NOT_MODELLED)
 
 
 def test_on_gpus_a_schedule_is_priced_by_the_order_of_its_messages() -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +30,7 @@ from pipette_launch.facts.devices import Link, device_named
 from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.frontier import Frontier
 from pipette_launch.search.layouts import base_layouts
-from pipette_launch.search.placement import exhaustion
-from pipette_launch.search.slots import host_order
+from pipette_launch.search.slots import Placed, Placement, PlacementProblem, Slots, host_order
 from pipette_launch.search.solve import SolveOptions, solve
 
 HOSTS, DEVICES = 4, 2
@@ -45,6 +45,8 @@ MODELS: dict[str, tuple[tuple[int, int, int], dict[str, object]]] = {
 }
 """Layers, hidden size, heads; and differences from a plain GPT."""
 BUDGET_S = 60.0
+AT_ONCE = 128
+"""Number of placements that are priced together."""
 MEMORY_MARGIN = 0.08
 RESULTS = Path(__file__).parent / "results"
 
@@ -133,10 +135,48 @@ def try_all(job: Job, measured: Measurements, plan: Plan) -> tuple[int, float, L
         layouts += [one.layout for one in batch]
     for layout in layouts:
         problem = inputs.placement_problem(layout, 0.0)
-        *_, best = exhaustion(problem, problem.best_of([host_order(layout.world_size)]), is_late=lambda: False)
+        best = exhaustion(problem)
         if best.cost_s < least_s:
             least_s, fastest = best.cost_s, layout
     return len(layouts), least_s, fastest
+
+
+def exhaustion(problem: PlacementProblem) -> Placed:
+    """Return the best of all placements, priced in a fixed order; of rotated rings, one is priced."""
+    best, todo = problem.best_of([host_order(problem.slots.num_slots)]), placements(problem.layout, problem.slots)
+    while piece := list(islice(todo, AT_ONCE)):
+        best = best.or_faster(problem.best_of(piece))
+    return best
+
+
+def placements(layout: Layout, slots: Slots) -> Iterator[Placement]:
+    """Yield all allowed placements; rotated rings are yielded once.
+
+    If all data-parallel or all tensor-parallel indices grow by one, every group keeps its ranks and the order of its
+    ring. Therefore only placements with data-parallel and tensor-parallel index 0 on slot 0 are yielded. With expert
+    parallelism all placements are yielded, because rotation changes the expert groups. With several devices per host
+    all placements are yielded too, because two rotated ranks of a host may be equal modulo its number of devices.
+    """
+    is_cyclic = slots.devices_per_host == 1 and layout.ep == 1 and layout.etp == layout.tp
+    cells = [layout.cell_of(rank) for rank in range(slots.num_slots)]
+    first = [rank for rank, cell in enumerate(cells) if not is_cyclic or cell.dp == cell.tp == 0]
+    chosen: list[int] = []
+
+    def extend() -> Iterator[Placement]:
+        if len(chosen) == slots.num_slots:
+            if not slots.blocks or slots.allows(chosen):
+                yield tuple(chosen)
+            return
+        size = slots.devices_per_host
+        beside = chosen[len(chosen) // size * size :]
+        taken = {rank % size for rank in beside} if slots.keeps_residues else set()
+        for rank in first if not chosen else range(slots.num_slots):
+            if rank not in chosen and rank % size not in taken and (not beside or rank > beside[-1]):
+                chosen.append(rank)
+                yield from extend()
+                chosen.pop()
+
+    return extend()
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:

@@ -52,7 +52,6 @@ PARTS = {
     "placing": (
         "search.candidates:SearchInputs.price",
         "search.candidates:SearchInputs.with_better_placement",
-        "search.candidates:SearchInputs.with_devices_exchanged",
     ),
     "worst hosts": ("search.candidates:worst_hosts_bound_s",),
 }

@@ -177,17 +177,18 @@ class Choice:
 class Ranked:
     """One layout of the ranked list or of the front, without a placement."""
 
+    REMOVED: ClassVar[frozenset[str]] = frozenset({"is_bound"})
+    """Fields of files of earlier releases, which reading skips."""
+
     layout: Layout
     step_time_s: float
-    """Predicted step time in the best placement that a short search found. With `is_bound`, a lower bound."""
-    is_bound: bool
-    """True if the layout was not priced, so that `step_time_s` is a lower bound for all placements."""
+    """Predicted step time in the best placement that the search found."""
     need_bytes: int
     """Memory of the fullest device with all overhead."""
     rate: Rate | None
     """Speed at `step_time_s`."""
     breakdown_s: dict[str, float]
-    """Parts of the step time by name. Empty for a bound, and for layouts that are only on the front."""
+    """Parts of the step time by name."""
     new_arguments: tuple[str, ...] = ()
     """Arguments of the script with this layout."""
 
@@ -201,7 +202,6 @@ class Ranked:
         return cls(
             layout=choice.layout,
             step_time_s=choice.step_time_s,
-            is_bound=False,
             need_bytes=max(choice.memory_shown.need_bytes),
             rate=choice.rate,
             breakdown_s=choice.breakdown_s,

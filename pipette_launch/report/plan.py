@@ -431,14 +431,13 @@ def _role(plan: Plan, one: Ranked) -> str:
 
 
 def figures(one: Ranked, *, is_short: bool = False) -> tuple[str, str, str, str]:
-    """Return step time, memory, MFU and the longest part beside compute, in words. A bound is marked by `≥`."""
+    """Return step time, memory, MFU and the longest part beside compute, in words."""
     mfu = "" if one.rate is None or one.rate.mfu is None else f"{one.rate.mfu:.0%}"
     lost = ""
     if one.lost_to is not None:
         name, share = one.lost_to
         lost = f"{SHORT_PARTS.get(name, name) if is_short else name} {share:.0%}"
-    at_least = "≥ " if one.is_bound else ""
-    return f"{at_least}{seconds_text(one.step_time_s)}", bytes_text(one.need_bytes), mfu, lost
+    return seconds_text(one.step_time_s), bytes_text(one.need_bytes), mfu, lost
 
 
 def ranked_csv(plan: Plan) -> str:
@@ -460,7 +459,6 @@ def _csv_row(plan: Plan, one: Ranked, place: int | None, front: Collection[Layou
         "place": place,
         **{name: getattr(one.layout, name) for name in (*DEGREES, "etp", "vpp", "micro_batch_size")},
         "step_time_s": one.step_time_s,
-        "is_lower_bound": one.is_bound,
         "memory_bytes": one.need_bytes,
         "mfu": one.rate and one.rate.mfu,
         "tokens_per_s": one.rate and one.rate.tokens_per_s,

@@ -17,8 +17,8 @@ from pipette_launch.facts import Cluster, Job, Layout, Measurements, files
 from pipette_launch.facts.co_location import Domains, RankBlock, blocks_of
 from pipette_launch.facts.layout import LayoutColumns, grouped
 from pipette_launch.facts.measurements import MemoryNeed
-from pipette_launch.search.placement import ROUNDS, begin, exchange_devices, improve
-from pipette_launch.search.slots import IsLate, Placed, Placement, PlacementProblem, host_order
+from pipette_launch.search.placement import ROUNDS, begin, improve
+from pipette_launch.search.slots import IsLate, Placed, PlacementProblem, host_order
 from pipette_launch.search.worst_hosts import worst_hosts_bound_s
 
 OVER_MEMORY = "predicted peak memory is over the limit"
@@ -64,22 +64,17 @@ class Candidate:
 
         The bound alone is far too low for a layout that needs more fast links than the hosts have.
         """
-        return (self.placed.cost_s + self.floor_s) / 2
+        return (self.placed.cost_s + self.bound_s) / 2
 
     @property
     def meets_bound(self) -> bool:
         """True if no other placement can save a noticeable share of the step."""
-        return self.placed.is_optimal or self.placed.cost_s <= self.bound_s * (1 + WORTH)
+        return self.placed.cost_s <= self.bound_s * (1 + WORTH)
 
     @property
     def can_improve(self) -> bool:
         """True if another round may find a better placement."""
         return self.rounds < ROUNDS and not self.is_stalled and not self.meets_bound
-
-    @property
-    def floor_s(self) -> float:
-        """Lower bound over all placements of this layout."""
-        return self.placed.cost_s if self.placed.is_optimal else self.bound_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,27 +158,16 @@ class SearchInputs:
         """Return a lower bound of the step time of a layout over all placements."""
         return max(self.predictor.bound_s(layout), worst_hosts_bound_s(self.predictor.placement_cost(layout)))
 
-    def price(
-        self, one: Promising, *, is_late: IsLate, beat_s: float = float("inf"), carried: Placement | None = None
-    ) -> Candidate | Promising:
+    def price(self, one: Promising, *, beat_s: float = float("inf")) -> Candidate | None:
         """Price a layout in torchrun's order and at its best start placement.
 
-        If the layout cannot beat the step time `beat_s`, return only the layout's bound. `carried` is the placement of
-        another layout, which is priced instead of start placements.
+        Returns None if the bound of the layout's step is not below the step time `beat_s`.
         """
         layout = one.layout
         bound_s = max(self.bound_s(layout), one.least_s if math.isfinite(one.least_s) else 0.0)
-        beaten = replace(one, least_s=bound_s)
         if bound_s >= beat_s:
-            return beaten
-        problem = self.placement_problem(layout, bound_s)
-        if carried:
-            best = problem.best_of([carried])
-            if best.cost_s >= beat_s:
-                return beaten
-            host_order_s = problem.best_of([host_order(layout.world_size)]).cost_s
-        else:
-            best, host_order_s = begin(problem, is_late=is_late)
+            return None
+        best, host_order_s = begin(self.placement_problem(layout, bound_s))
         return Candidate(
             layout=layout, peak_bytes=one.peak_bytes, bound_s=bound_s, host_order_s=host_order_s, placed=best
         )
@@ -195,11 +179,6 @@ class SearchInputs:
         # Round 0 begins at the best start, perhaps a local minimum. On few hosts, later rounds begin elsewhere.
         is_stalled = one.rounds > 0 and placed.cost_s >= one.placed.cost_s * (1 - GAIN)
         return replace(one, placed=placed, rounds=one.rounds + 1, is_stalled=is_stalled)
-
-    def with_devices_exchanged(self, one: Candidate, *, seed: int, is_late: IsLate) -> Candidate:
-        """Move single ranks between hosts, beginning at the best placement."""
-        problem, rng = self.placement_problem(one.layout, one.bound_s), _chance(one, seed)
-        return replace(one, placed=exchange_devices(problem, one.placed, rng=rng, is_late=is_late))
 
     def placement_problem(self, layout: Layout, bound_s: float) -> PlacementProblem:
         """Return the problem of finding a layout's placement with the least step time."""

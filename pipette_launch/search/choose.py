@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from operator import attrgetter
 
-import numpy as np
-
 from pipette_launch.cost.layers.block import compute_dtype
 from pipette_launch.cost.learned import Uncertainty, features_of
 from pipette_launch.errors import LayoutError
@@ -16,9 +14,9 @@ from pipette_launch.facts import Choice, Layout
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.plan import Ranked, Rate
 from pipette_launch.facts.schedule import ScheduleFile
-from pipette_launch.search.candidates import Candidate, Promising, SearchInputs, doublings_apart
-from pipette_launch.search.frontier import ALL_DEGREES, Frontier
-from pipette_launch.search.slots import IsLate, Placed, Placement, Slots, host_order
+from pipette_launch.search.candidates import Candidate, SearchInputs, doublings_apart
+from pipette_launch.search.frontier import ALL_DEGREES
+from pipette_launch.search.slots import Placed, Placement, Slots, host_order
 
 EQUAL = 0.005
 """Relative difference below which steps count as equally fast. Predictions err by several times this difference."""
@@ -181,7 +179,7 @@ def _in_order(inputs: SearchInputs, one: Candidate, order: Placement) -> Candida
         return None
     if not Slots.of(inputs.cluster, inputs.blocks(one.layout)).allows(order):
         return None
-    return replace(one, placed=Placed(placement=order, cost_s=one.host_order_s, is_optimal=False))
+    return replace(one, placed=Placed(placement=order, cost_s=one.host_order_s))
 
 
 def num_axes(layout: Layout) -> int:
@@ -275,64 +273,21 @@ def _diverse(rest: list[Candidate], best: Candidate, count: int) -> list[Candida
 DEGREES = attrgetter(*ALL_DEGREES)
 SPAN = 2.0
 """Layouts are listed up to this multiple of the chosen step."""
-MOST_SPREAD = 64
-"""Largest number of base layouts that are looked at for the front, spread evenly over all bounds."""
-MOST_LEAN = 6
-"""Largest number of layouts that are priced only for the front."""
-PRICED_SLOTS = 1024
-"""Up to this number of slots, listed layouts are priced. On more slots pricing takes long, and the list has bounds."""
-LEAST_GAIN = 0.01
-"""A layout is priced for the front if its bound is this share below the bounds of all layouts with less memory."""
 
 
 def ranking(
-    inputs: SearchInputs,
-    candidates: Sequence[Candidate],
-    frontier: Frontier,
-    chosen: Choice,
-    count: int,
-    *,
-    is_late: IsLate,
+    inputs: SearchInputs, candidates: Sequence[Candidate], chosen: Choice, count: int
 ) -> tuple[tuple[Ranked, ...], tuple[Ranked, ...]]:
-    """Return the best layout of each of `count` sets of degrees, the chosen layout first, and the front.
-
-    A layout that the search did not price is priced in its best start placement. After `is_late`, and on many slots,
-    the list has the bound of the layout, and the front leaves the layout out.
-    """
+    """Return the fastest priced layout of each of `count` sets of degrees, the chosen layout first, and the front."""
     if not count:
         return (), ()
-    near_s, may_price = SPAN * chosen.step_time_s, inputs.cluster.num_slots <= PRICED_SLOTS
-    pool: dict[Layout, Candidate | Promising] = {one.layout: one for one in candidates}
-    sets = {DEGREES(layout): layout for layout in reversed(frontier.quick())}
-    wanted = [*reversed(sets.values())][:count]
-    lean = _lean(frontier, near_s) if may_price else []
-    lean = [layout for layout in lean if layout not in wanted and layout not in pool]
-    for one in frontier.bounded([*(layout for layout in wanted if layout not in pool), *lean]):
-        pool[one.layout] = inputs.price(one, is_late=is_late) if may_price and not is_late() else one
+    near = [one for one in candidates if one.placed.cost_s <= SPAN * chosen.step_time_s]
     best = {DEGREES(chosen.layout): Ranked.of(chosen)}
-    for found in sorted(pool.values(), key=_step_s):
-        is_near = len(best) < count and _step_s(found) <= near_s
-        if is_near and DEGREES(found.layout) not in best and found.layout not in lean:
-            best[DEGREES(found.layout)] = _ranked(inputs, found, has_parts=True)
+    for one in sorted(near, key=lambda one: one.placed.cost_s):
+        if len(best) < count and DEGREES(one.layout) not in best:
+            best[DEGREES(one.layout)] = _ranked(inputs, one)
     known = {one.layout: one for one in best.values()}
-    on_front = _front(one for one in pool.values() if isinstance(one, Candidate) and one.placed.cost_s <= near_s)
-    return tuple(best.values()), tuple(known.get(one.layout) or _ranked(inputs, one) for one in on_front)
-
-
-def _lean(frontier: Frontier, below_s: float) -> list[Layout]:
-    """Return some layouts by rising memory, each with a lower bound than all sampled layouts with less memory."""
-    bases = frontier.bases(below_s=below_s)
-    if not len(bases):
-        return []
-    first = np.sort(bases.groups(*ALL_DEGREES, "micro_batch_size", "vpp").first_U)
-    spread = np.unique(np.linspace(0, len(first) - 1, MOST_SPREAD).astype(np.int64))
-    columns, bound_N, peak_N = frontier.opened(first[spread])
-    rows: list[int] = []
-    for row in np.lexsort((bound_N, peak_N)).tolist():
-        if not rows or bound_N[row] < (1 - LEAST_GAIN) * bound_N[rows[-1]]:
-            rows.append(row)
-    few = np.unique(np.linspace(0, len(rows) - 1, MOST_LEAN).astype(np.int64)).tolist() if rows else []
-    return [columns.layout(rows[place]) for place in few]
+    return tuple(best.values()), tuple(known.get(one.layout) or _ranked(inputs, one) for one in _front(near))
 
 
 def _front(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -344,19 +299,12 @@ def _front(candidates: Iterable[Candidate]) -> list[Candidate]:
     return front
 
 
-def _step_s(one: Candidate | Promising) -> float:
-    return one.placed.cost_s if isinstance(one, Candidate) else one.least_s
-
-
-def _ranked(inputs: SearchInputs, one: Candidate | Promising, *, has_parts: bool = False) -> Ranked:
-    layout, step_s, parts_s = one.layout, _step_s(one), {}
-    if has_parts and isinstance(one, Candidate):
-        parts_s = dict(inputs.predictor.step_time(layout, one.placed.placement).breakdown_s)
+def _ranked(inputs: SearchInputs, one: Candidate) -> Ranked:
+    step = inputs.predictor.step_time(one.layout, one.placed.placement)
     return Ranked(
-        layout=layout,
-        step_time_s=step_s,
-        is_bound=isinstance(one, Promising),
-        need_bytes=max(inputs.memory_need(layout, one.peak_bytes).need_bytes),
-        rate=Rate.of(inputs.job, layout, step_s, inputs.cluster, dtype=compute_dtype(inputs.job)),
-        breakdown_s=parts_s,
+        layout=one.layout,
+        step_time_s=one.placed.cost_s,
+        need_bytes=max(inputs.memory_need(one.layout, one.peak_bytes).need_bytes),
+        rate=Rate.of(inputs.job, one.layout, one.placed.cost_s, inputs.cluster, dtype=compute_dtype(inputs.job)),
+        breakdown_s=dict(step.breakdown_s),
     )

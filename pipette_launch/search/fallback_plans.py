@@ -19,7 +19,7 @@ from pipette_launch.megatron.chunks import Split
 from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.choose import choice_of
 from pipette_launch.search.layouts import base_layouts, compute_cases
-from pipette_launch.search.placement import begin, improved_once
+from pipette_launch.search.placement import begin, improve
 from pipette_launch.search.slots import IsLate
 from pipette_launch.search.solve import SolveOptions, solve
 from pipette_launch.text import plural
@@ -325,12 +325,12 @@ def placed_anew(inputs: SearchInputs, choice: Choice, *, seed: int, is_late: IsL
     problem = inputs.placement_problem(layout, inputs.bound_s(layout))
     if problem.slots.allows(choice.placement):
         placed = problem.best_of([choice.placement])
-        placed = placed if placed.is_optimal else placed.or_faster(begin(problem, is_late=is_late)[0])
+        placed = placed.or_faster(begin(problem)[0])
     else:
         # A host that replaces a lost host may lie in another NVLink domain, which would split a block of ranks.
-        placed, _ = begin(problem, is_late=is_late)
-    if not (placed.is_optimal or is_late()):
-        placed = improved_once(problem, placed, rng=random.Random(seed), is_late=is_late)
+        placed, _ = begin(problem)
+    if not (problem.meets_bound(placed) or is_late()):
+        placed = improve(problem, placed, turn=0, rng=random.Random(seed), is_late=is_late)
     peaks = inputs.predictor.peaks(layout)
     return choice_of(inputs, layout, placed.placement, peaks=peaks, bound_s=problem.bound_s)
 

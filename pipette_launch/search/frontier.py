@@ -8,7 +8,7 @@ import bisect
 import heapq
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from operator import attrgetter
@@ -26,9 +26,9 @@ from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Promisin
 from pipette_launch.search.layouts import BaseLayouts
 from pipette_launch.search.slots import IsLate
 
-BEATEN = "its bound shows that no placement of it can win"
+PRUNED = "its bound shows that no placement of it can win"
 UNPROMISING = "layouts of the same degrees with lower bounds look slower than the best"
-OUTDONE = "another that runs less again in the backward fits too, and is no slower"
+DOMINATED = "another that runs less again in the backward fits too, and is no slower"
 OPENED_AT_ONCE = 1024
 """Number of base layouts whose variants are listed in one call, which is cheaper than one call for each."""
 DIVED_AT_ONCE = 1024
@@ -67,12 +67,8 @@ class Frontier:
         self._ready: list[_Ready] = []
         self._num_ready = 0
         self._fitting: dict[Layout, list[Recompute]] = {}
-        self.outdone: set[Layout] = set()
+        self.dominated: set[Layout] = set()
         """Layouts that fit but are useless, because a layout that differs only by less recompute fits too."""
-        self._those_that_fit: dict[tuple[bytes, float, bool], list[Layout]] = {}
-        """Results of `_that_fit` by its arguments, because the first two dives are often equal."""
-        self._quick: list[Layout] = []
-        self._lean: list[Layout] = []
         self._limits: dict[tuple[int, int], int] = {}
 
     def dive(self, count: int, *, below_s: float = math.inf) -> list[Promising]:
@@ -82,11 +78,9 @@ class Frontier:
         order of bounds. Base layouts with a rough bound above `below_s` are left out.
         """
         rows = self._order_N[: bisect.bisect_left(self._rough, below_s)]
-        self._quick = self._that_fit(rows, below_s)
-        self._lean = self._that_fit(rows, math.inf, leanest=True)
-        found = _unlike(self._quick, count)
-        self._quick = [layout for layout in self._quick if layout not in found]
-        return self._fitting_ones([*found, *_unlike(self._lean, count // 2)])
+        return self._fitting_ones(
+            [*_unlike(self._quickest(rows, below_s), count), *_unlike(self._leanest(rows), count // 2)]
+        )
 
     def take(self, count: int, *, below_s: float = math.inf, is_late: IsLate = lambda: False) -> list[Promising]:
         """Return at most `count` next layouts with bounds below a step time; no variants are listed after `is_late`."""
@@ -110,10 +104,18 @@ class Frontier:
         order = order[least_M[order] < below_s]
         return self._fitting_ones([columns.layout(row) for row in order.tolist()])
 
-    def runners_up(self, count: int, *, most_bytes: float) -> list[Promising]:
-        """Return up to `count` of the quickest and of the leanest layouts that `dive` found but did not return."""
-        quick, lean = self._fitting_ones(self._quick[:count]), self._fitting_ones(self._lean[:LOOKED_THROUGH])
-        return quick + [one for one in lean if max(one.peak_bytes) <= most_bytes][:count]
+    def leaner(self, count: int, *, most_bytes: float, below_s: float) -> list[Promising]:
+        """Return `count` layouts that need at most `most_bytes`, by rising bound up to a step time."""
+        rows = self._order_N[: bisect.bisect_left(self._rough, below_s)]
+        different = self._base.columns.take(rows).groups(*ALL_DEGREES, "vpp", "micro_batch_size").first_U
+        spread = np.linspace(0, len(different) - 1, min(len(different), OPENED_AT_ONCE)).astype(np.int64)
+        _, columns = self._base.variants(rows[np.sort(different)[spread]])
+        fullest_N = self._inputs.predictor.fullest_N(columns)
+        fits_N = fullest_N <= np.minimum(limits_N(self._inputs.job, columns, self._limit), most_bytes)
+        columns = columns.take(np.flatnonzero(fits_N))
+        least_N = self._bounds_s(columns)
+        first = np.argsort(least_N, kind="stable")[:count]
+        return self._with_peaks([(float(least_N[row]), row, columns.layout(row)) for row in first.tolist()])
 
     def with_offloading(self, layout: Layout, *, below_s: float) -> list[Promising]:
         """Return a layout without recompute, and neighbours, that fit only if a plan offloads activations.
@@ -146,40 +148,6 @@ class Frontier:
         least_N = self._bounds_s(columns)
         order = np.argsort(least_N, kind="stable")[:LOOKED_THROUGH].tolist()
         return self._with_peaks([(float(least_N[row]), row, columns.layout(row)) for row in order])
-
-    def quick(self) -> list[Layout]:
-        """Return layouts that fit with the fastest flags and without recompute, of the fastest sets of degrees."""
-        if (self._order_N.tobytes(), math.inf, False) in self._those_that_fit:
-            return self._that_fit(self._order_N, math.inf)
-        first_U = self._base.columns.take(self._order_N).groups(*ALL_DEGREES, "micro_batch_size").first_U
-        return self._that_fit(self._order_N[np.sort(first_U)], math.inf)
-
-    def bounded(self, layouts: Sequence[Layout]) -> list[Promising]:
-        """Return layouts with their lower bounds and the bytes of each pipeline rank."""
-        bounds_s = self._bounds_s(LayoutColumns.of(layouts)).tolist() if layouts else ()
-        return self._with_peaks([(bounds_s[number], number, layout) for number, layout in enumerate(layouts)])
-
-    def bases(self, *, below_s: float) -> LayoutColumns:
-        """Return the base layouts with a rough bound up to `below_s`, by rising rough bound."""
-        return self._base.columns.take(self._order_N[: bisect.bisect_right(self._rough, below_s)])
-
-    def opened(self, places: Ints) -> tuple[LayoutColumns, Floats, Floats]:
-        """Return variants that fit, their lower bounds in seconds, and the bytes of their fullest ranks (M).
-
-        `places` are places of base layouts in `bases`. The variants have the fastest flags, and no recompute, recompute
-        of modules, or recompute of each whole layer.
-        """
-        index_M, columns = self._base.variants(self._order_N[places])
-        head_N = np.flatnonzero(np.diff(index_M, prepend=-1))
-        few = np.array([one.granularity != "full" or one.num_layers == 1 for one in columns.recomputes])
-        keep_M = few[columns.recompute]
-        for name in FLAG_WORDS:
-            keep_M &= getattr(columns, name) == getattr(columns, name)[head_N][index_M]
-        columns = columns.take(np.flatnonzero(keep_M))
-        peak_M = self._inputs.predictor.fullest_N(columns)
-        fits = np.flatnonzero(peak_M <= limits_N(self._inputs.job, columns, self._limit))
-        columns = columns.take(fits)
-        return columns, self._bounds_s(columns), peak_M[fits]
 
     def find_any(self) -> bool:
         """Return whether some layout fits and can be priced; if none fits, count all as over the limit."""
@@ -239,10 +207,10 @@ class Frontier:
             return
         _, columns = self._base.variants(rows)
         least_M = self._bounds_s(columns)
-        hopeful = np.flatnonzero(least_M < below_s)
-        fits = self._fits_N(columns.take(hopeful))
+        may_win = np.flatnonzero(least_M < below_s)
+        fits = self._fits_N(columns.take(may_win))
         self.dropped[OVER_MEMORY] += int((~fits).sum())
-        fitting = hopeful[fits]
+        fitting = may_win[fits]
         for row in fitting[np.argsort(least_M[fitting], kind="stable")].tolist():
             self._admit(columns.layout(row), float(least_M[row]))
 
@@ -250,41 +218,46 @@ class Frontier:
         """Keep a layout unless it is the user's own (priced anyway) or a kept layout needs no more recompute."""
         others = self._fitting.setdefault(replace(layout, recompute=NO_RECOMPUTE), [])
         if any(other.runs_no_more_than(layout.recompute) for other in others):
-            self.outdone.add(layout)
+            self.dominated.add(layout)
             return
         others.append(layout.recompute)
         if layout != self._inputs.job.own:
             self._num_ready += 1
             heapq.heappush(self._ready, (least_s, self._num_ready, layout))
 
-    def _that_fit(self, rows: Ints, below_s: float, *, leanest: bool = False) -> list[Layout]:
-        """Return first base layouts that fit with the quickest flags, by rising bound up to a step time.
+    def _quickest(self, rows: Ints, below_s: float) -> list[Layout]:
+        """Return first base layouts that fit with the quickest flags, by rising bound up to a step time."""
 
-        With `leanest`, return the leanest variants by rising rough bound. The first layout of each set of degrees is
-        always included.
-        """
-        key = rows.tobytes(), below_s, leanest
-        if key in self._those_that_fit:
-            return self._those_that_fit[key]
+        def by_bound(columns: LayoutColumns) -> LayoutColumns:
+            columns = columns.take(np.flatnonzero(self._fits_N(columns)))
+            least_N = self._bounds_s(columns)
+            order = np.argsort(least_N, kind="stable")
+            return columns.take(order[least_N[order] < below_s])
+
+        return self._first_that_fit(rows, by_bound)
+
+    def _leanest(self, rows: Ints) -> list[Layout]:
+        """Return first base layouts that fit with the leanest flags, by rising rough bound."""
+
+        def lean(columns: LayoutColumns) -> LayoutColumns:
+            columns = self._base.tables.leanest(columns)
+            return columns.take(np.flatnonzero(self._fits_N(columns)))
+
+        return self._first_that_fit(rows, lean)
+
+    def _first_that_fit(self, rows: Ints, that_fit: Callable[[LayoutColumns], LayoutColumns]) -> list[Layout]:
+        """Return first layouts that `that_fit` selects from base layouts, and the first of each set of degrees."""
         found: list[Layout] = []
         num_found = 0
         for first in range(0, len(rows), DIVED_AT_ONCE):
-            columns = self._base.columns.take(rows[first : first + DIVED_AT_ONCE])
-            columns = self._base.tables.leanest(columns) if leanest else columns
-            # Check memory first, because bounds cost more, and few layouts remain if memory is short.
-            columns = columns.take(np.flatnonzero(self._fits_N(columns)))
-            if not leanest:
-                least_N = self._bounds_s(columns)
-                order = np.argsort(least_N, kind="stable")
-                columns = columns.take(order[least_N[order] < below_s])
+            columns = that_fit(self._base.columns.take(rows[first : first + DIVED_AT_ONCE]))
             first_of_degrees = columns.groups(*_DEGREES).first_U.tolist() if len(columns) else ()
             some = sorted({*first_of_degrees, *range(min(LOOKED_THROUGH, len(columns)))})
             found += [columns.layout(row) for row in some]
             num_found += len(columns)
             if num_found > LOOKED_THROUGH:
                 break
-        self._those_that_fit[key] = [layout for layout in found if layout != self._inputs.job.own]
-        return self._those_that_fit[key]
+        return [layout for layout in found if layout != self._inputs.job.own]
 
     def _fitting_ones(self, layouts: Sequence[Layout]) -> list[Promising]:
         """Return the layouts that fit in memory, without bounds."""

@@ -171,7 +171,12 @@ class MemoryOptionTables:
     def _build_flags(self, key: tuple[int, int, bool], dropped: Counter[str]) -> Iterator[_Flags]:
         tp, cp, has_replicas = key
         states = layout_axes.memory_flags(self._rules, tp, has_replicas=has_replicas)
-        legal = [state for state in states if not drops(state_faults(self._rules, tp, cp, state), dropped)]
+        fastest: dict[tuple[bool, bool], MemoryOptions] = {}
+        for state in states:
+            if not drops(state_faults(self._rules, tp, cp, state), dropped):
+                # Overlap never costs time or memory, so all variants have the most overlap that Megatron allows.
+                fastest.setdefault((state.sequence_parallel, state.use_distributed_optimizer), state)
+        legal = [*fastest.values()]
         # Megatron can distribute saved activations over ranks only without sequence parallelism.
         distributes = self._rules.options.distribute_saved_activations
         is_timed = any(state.sequence_parallel for state in legal) and not distributes
@@ -256,6 +261,19 @@ class BaseLayouts:
         """
         return self.tables.variants(self.columns.take(rows))
 
+    def __contains__(self, layout: Layout) -> bool:
+        """Return whether a layout is a variant of a base layout."""
+        columns = self.columns.take(self.of_degrees(layout))
+        _, found = self.tables.variants(columns.take(np.flatnonzero(_num_base_choices(columns, layout) == 0)))
+        return bool((_num_option_choices(found, layout) == 0).any())
+
+    def of_degrees(self, layout: Layout) -> Ints:
+        """Return the rows of the base layouts with the degrees of a layout."""
+        same_N = np.ones(len(self), dtype=bool)
+        for name in Degrees._fields:
+            same_N &= getattr(self.columns, name) == getattr(layout, name)
+        return np.flatnonzero(same_N)
+
     def neighbours(self, layout: Layout) -> LayoutColumns:
         """Return the legal layouts with the same degrees that differ from a layout in one choice.
 
@@ -264,10 +282,7 @@ class BaseLayouts:
         micro-batch and the split, and the gather overlap follows the optimizer. Layouts with other degrees are not
         neighbours, because their ranks cannot use the placement of this layout.
         """
-        same_N = np.ones(len(self), dtype=bool)
-        for name in Degrees._fields:
-            same_N &= getattr(self.columns, name) == getattr(layout, name)
-        rows = np.flatnonzero(same_N)
+        rows = self.of_degrees(layout)
         rows = rows[_num_base_choices(self.columns.take(rows), layout) <= 1]
         _, found = self.variants(rows)
         num_M = _num_base_choices(found, layout) + _num_option_choices(found, layout)

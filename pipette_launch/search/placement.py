@@ -12,9 +12,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import islice, permutations
+from itertools import permutations
 
 import numpy as np
 
@@ -32,21 +31,21 @@ ROUNDS = 4
 FEW_STARTS = 6
 """Number of start placements that are priced first. On 512 GPUs, the best of 6 start placements was 0.1 % slower than
 the best of all start placements."""
+HOSTS_AT_ONCE = 4
+"""On at most this number of hosts, all orders of the hosts are priced at the best start. On four slots with links 100
+times apart, the search otherwise stopped at a layout that was 43 % slower than the best."""
 MANY_STARTS = 24
 """Number of start placements that the first round prices."""
 FEW_SLOTS = 32
 """Largest number of slots for which each round also moves single ranks between hosts. On four hosts of two devices,
 moving single ranks saved up to 11 % of a step, if rings had to visit a host twice."""
 ANNEALING_STEPS = 60
-ANNEALED_SLOTS = range(FEW_SLOTS + 1, 257)
-"""Numbers of slots for which single ranks change hosts once, after all rounds. On 64 slots, that saved up to 5 %."""
-STEPS_AT_LAST = 20
 SHUFFLED = 0.1
 """Share of the hosts whose ranks are exchanged at random before every second round."""
 
 
-def begin(problem: PlacementProblem, *, is_late: IsLate) -> tuple[Placed, float]:
-    """Return the best start placement (if placements are few, the best of all), and the seconds of torchrun's order."""
+def begin(problem: PlacementProblem) -> tuple[Placed, float]:
+    """Return the best start placement, and the seconds of torchrun's order."""
     order_W = np.arange(problem.slots.num_slots)
     starts_KW = problem.starts(FEW_STARTS)
     is_allowed = bool((starts_KW[0] == order_W).all())
@@ -54,9 +53,9 @@ def begin(problem: PlacementProblem, *, is_late: IsLate) -> tuple[Placed, float]
     costs_s = problem.objective.costs(priced_KW)
     first = 0 if is_allowed else 1
     least = first + int(costs_s[first:].argmin())
-    best = problem.placed(tuple(priced_KW[least].tolist()), float(costs_s[least]))
-    if are_few(problem.layout, problem.slots) and not best.is_optimal:
-        *_, best = best, *exhaustion(problem, best, is_late=is_late)
+    best = Placed(placement=tuple(priced_KW[least].tolist()), cost_s=float(costs_s[least]))
+    if problem.slots.num_hosts <= HOSTS_AT_ONCE:
+        best = best.or_faster(problem.best_of([*_orders(best.placement, problem.slots)]))
     return best, float(costs_s[0])
 
 
@@ -72,22 +71,9 @@ def improve(problem: PlacementProblem, best: Placed, *, turn: int, rng: random.R
     if problem.has_linear_model and isinstance(problem.objective, PlacementCost) and slots.num_hosts > 1:
         start = rearranged(problem, start, model=problem.objective, rng=rng, is_late=is_late)
     found = best.or_faster(start)
-    if slots.num_slots <= FEW_SLOTS and not found.is_optimal:
-        found = annealed(problem, start, steps=ANNEALING_STEPS, rng=rng, is_late=is_late)
+    if slots.num_slots <= FEW_SLOTS and not problem.meets_bound(found):
+        found = annealed(problem, start, rng=rng, is_late=is_late)
     return best.or_faster(found)
-
-
-def exchange_devices(problem: PlacementProblem, best: Placed, *, rng: random.Random, is_late: IsLate) -> Placed:
-    """Move single ranks between hosts after the last round, on clusters too large to do so in each round."""
-    if best.is_optimal or problem.slots.num_slots not in ANNEALED_SLOTS:
-        return best
-    return annealed(problem, best, steps=STEPS_AT_LAST, rng=rng, is_late=is_late)
-
-
-def improved_once(problem: PlacementProblem, start: Placed, *, rng: random.Random, is_late: IsLate) -> Placed:
-    """Search one round from a start placement: exchange the ranks of whole hosts, then move single ranks."""
-    placed = improve(problem, start, turn=0, rng=rng, is_late=is_late)
-    return exchange_devices(problem, placed, rng=rng, is_late=is_late)
 
 
 def _start(problem: PlacementProblem, best: Placed, turn: int, rng: random.Random) -> Placed:
@@ -105,78 +91,7 @@ def _start(problem: PlacementProblem, best: Placed, turn: int, rng: random.Rando
     return problem.best_of(starts_KW[chosen : chosen + 1])
 
 
-# All placements of a layout on a few slots.
-
-AT_ONCE = 720 * 6**2
-"""If placements * slots^2 is at most this number (its value on six slots), pricing all is faster than annealing."""
-EXACT = 10_080
-"""If the best layout has at most this number of placements, all are priced. Most layouts on eight slots have fewer."""
-EXACT_QUANTUM = 128
-
-
-def exhaustion(problem: PlacementProblem, best: Placed, *, is_late: IsLate) -> Iterator[Placed]:
-    """Price all placements up to symmetry, in a fixed order, and yield the best so far. The last result is optimal."""
-    todo = placements(problem.layout, problem.slots)
-    while not is_late():
-        piece = list(islice(todo, EXACT_QUANTUM))
-        if not piece:
-            yield replace(best, is_optimal=True)
-            return
-        best = best.or_faster(problem.best_of(piece))
-        yield best
-
-
-def are_few(layout: Layout, slots: Slots) -> bool:
-    """Return whether a layout has so few placements that the search prices all of them."""
-    return num_placements(layout, slots) * slots.num_slots**2 <= AT_ONCE
-
-
-def num_placements(layout: Layout, slots: Slots) -> int:
-    """Count the allowed placements; placements with rotated rings count once."""
-    hosts, devices = slots.num_hosts, slots.devices_per_host
-    if slots.num_slots > 64:
-        # The exact number of placements takes long to compute and is far above every limit.
-        return EXACT * EXACT
-    allowed = math.factorial(slots.num_slots) // math.prod([math.factorial(devices)] * hosts)
-    if slots.keeps_residues:
-        allowed = math.prod([math.factorial(hosts)] * devices)
-    return allowed // (layout.dp * layout.tp if _is_cyclic(layout, slots) else 1)
-
-
-def placements(layout: Layout, slots: Slots) -> Iterator[Placement]:
-    """Yield all allowed placements; rotated rings are yielded once.
-
-    If all data-parallel or all tensor-parallel indices grow by one, every group keeps its ranks and the order of its
-    ring. Therefore only placements with data-parallel and tensor-parallel index 0 on slot 0 are yielded. With expert
-    parallelism all placements are yielded, because rotation changes the expert groups. With several devices per host
-    all placements are yielded too, because two rotated ranks of a host may be equal modulo its number of devices.
-    """
-    cells = [layout.cell_of(rank) for rank in range(slots.num_slots)]
-    first = [rank for rank, cell in enumerate(cells) if not _is_cyclic(layout, slots) or cell.dp == cell.tp == 0]
-    chosen: list[int] = []
-
-    def extend() -> Iterator[Placement]:
-        if len(chosen) == slots.num_slots:
-            if not slots.blocks or slots.allows(chosen):
-                yield tuple(chosen)
-            return
-        size = slots.devices_per_host
-        beside = chosen[len(chosen) // size * size :]
-        taken = {rank % size for rank in beside} if slots.keeps_residues else set()
-        for rank in first if not chosen else range(slots.num_slots):
-            if rank not in chosen and rank % size not in taken and (not beside or rank > beside[-1]):
-                chosen.append(rank)
-                yield from extend()
-                chosen.pop()
-
-    return extend()
-
-
-def _is_cyclic(layout: Layout, slots: Slots) -> bool:
-    return slots.devices_per_host == 1 and layout.ep == 1 and layout.etp == layout.tp
-
-
-# Simulated annealing: the swap, migration and reversal moves of Pipette, for whole hosts or single ranks.
+# Simulated annealing: the swaps of Pipette, for single ranks and runs of ranks.
 
 WIDTH = 32
 """Number of neighbour placements that each annealing step prices together, which takes little longer than one."""
@@ -188,7 +103,7 @@ long steps. The annealer of Pipette ignores the size of a change, so a loss of 0
 loss of 100 %."""
 
 
-def annealed(problem: PlacementProblem, start: Placed, *, steps: int, rng: random.Random, is_late: IsLate) -> Placed:
+def annealed(problem: PlacementProblem, start: Placed, *, rng: random.Random, is_late: IsLate) -> Placed:
     """Improve a placement by simulated annealing, and return the best placement seen.
 
     A faster neighbour is always accepted, and a slower neighbour sometimes, while the temperature falls geometrically.
@@ -197,12 +112,12 @@ def annealed(problem: PlacementProblem, start: Placed, *, steps: int, rng: rando
     here = best = start
     found_at, slots = 0, problem.slots
     devices = slots.devices_per_host
-    for step in range(steps if _line_kinds(slots) else 0):
+    for step in range(ANNEALING_STEPS if _exchanges_of(slots) else 0):
         if is_late() or step - found_at >= PATIENCE:
             break
         neighbours = [neighbour(here.placement, slots, rng) for _ in range(WIDTH)]
         there = problem.best_of(in_device_order(neighbours, devices))
-        temperature = START_TEMPERATURE * math.pow(END_TEMPERATURE / START_TEMPERATURE, step / steps)
+        temperature = START_TEMPERATURE * math.pow(END_TEMPERATURE / START_TEMPERATURE, step / ANNEALING_STEPS)
         rise_s, scale_s = there.cost_s - here.cost_s, temperature * (start.cost_s - problem.bound_s)
         # Accept by Metropolis' rule. Always draw the number, so that rounding of costs cannot change later draws.
         chance = rng.random()
@@ -214,64 +129,41 @@ def annealed(problem: PlacementProblem, start: Placed, *, steps: int, rng: rando
 
 
 def neighbour(placement: Placement, slots: Slots, rng: random.Random) -> Placement:
-    """Swap, move or reverse the ranks along a random list of hosts, or of slots on several hosts.
+    """Swap the ranks of two single slots, or on CUDA two equally long runs of successive ranks.
 
     On CUDA, ranks change hosts only if they are equal modulo the number of devices of a host. So the ranks of every
     host still differ modulo the number of devices. The result decides the ranks of each host, but not the device of
     each rank.
     """
-    line = _line(placement, slots, rng)
     changed = list(placement)
-    for target, source in enumerate(_rearranged(len(line), rng)):
-        for to, origin in zip(line[target], line[source], strict=True):
-            changed[to] = placement[origin]
+    one, other = rng.sample(_runs(placement, slots, rng), 2)
+    for here, there in zip(one, other, strict=True):
+        changed[here], changed[there] = placement[there], placement[here]
     return tuple(changed)
 
 
-def _line(placement: Placement, slots: Slots, rng: random.Random) -> Sequence[Sequence[int]]:
-    """Return sets of slots of equal length, whose ranks may be exchanged with each other."""
-    kind = rng.choice(_line_kinds(slots))
-    groups = slots.host_groups
-    hosts = groups[0] if len(groups) == 1 or kind == "units" else rng.choice(groups)
-    if kind == "hosts":
-        return [slots.host(host) for host in hosts]
+def _runs(placement: Placement, slots: Slots, rng: random.Random) -> Sequence[Sequence[int]]:
+    """Return the slots of runs of ranks that may be exchanged with each other, in the order of the slots."""
     if not slots.keeps_residues:
         return [(slot,) for slot in range(slots.num_slots)]
-    # Take one unit of consecutive ranks on each host, with equal first ranks modulo devices.
-    size = slots.ranks_of_a_unit if kind == "units" else slots.ranks_of_a_host_unit
-    chosen = set(range(slots.num_hosts) if kind == "units" else hosts)
-    apart = math.lcm(size, slots.devices_per_host)
+    hosts, unit = rng.choice(_exchanges_of(slots))
+    devices = slots.devices_per_host
+    size = rng.choice([unit, *(size for size in range(2 * unit, devices + 1, unit) if devices % size == 0)])
+    # All runs begin at ranks that are equal modulo devices.
+    apart = math.lcm(size, devices)
     first = size * rng.randrange(apart // size)
     slot_of = {rank: slot for slot, rank in enumerate(placement)}
-    units = [tuple(slot_of[rank] for rank in range(one, one + size)) for one in range(first, len(placement), apart)]
-    return sorted(unit for unit in units if unit[0] // slots.devices_per_host in chosen)
+    runs = [tuple(slot_of[rank] for rank in range(one, one + size)) for one in range(first, len(placement), apart)]
+    return sorted(run for run in runs if all(slot // devices in hosts for slot in run))
 
 
-def _line_kinds(slots: Slots) -> list[str]:
-    """Return the kinds of exchange (hosts or single ranks) that split no block of ranks and have several members."""
-    devices = slots.devices_per_host
-    kinds = ["hosts"] if all(len(group) > 1 for group in slots.host_groups) else []
-    kinds += ["slots"] if kinds and slots.ranks_of_a_host_unit < devices else []
-    apart = math.lcm(slots.ranks_of_a_unit, devices)
+def _exchanges_of(slots: Slots) -> list[tuple[tuple[int, ...], int]]:
+    """Return sets of hosts that may exchange units, and the ranks of a unit, so that no block of ranks is split."""
+    found = [(hosts, slots.ranks_of_a_host_unit) for hosts in slots.host_groups if len(hosts) > 1]
+    apart = math.lcm(slots.ranks_of_a_unit, slots.devices_per_host)
     if slots.domain_H and slots.num_slots >= 2 * apart and slots.num_slots % apart == 0:
-        kinds.append("units")
-    return kinds
-
-
-def _rearranged(length: int, rng: random.Random) -> list[int]:
-    """Reorder `length` entries by a random move of Pipette: swap two entries, move one, or reverse a segment."""
-    order = list(range(length))
-    first, second = sorted(rng.sample(order, 2))
-    move = rng.choice(("swap", "migrate", "reverse"))
-    if move == "swap":
-        order[first], order[second] = second, first
-    elif move == "reverse":
-        order[first : second + 1] = order[first : second + 1][::-1]
-    elif rng.random() < 0.5:
-        order.insert(second, order.pop(first))
-    else:
-        order.insert(first, order.pop(second))
-    return order
+        found.append((tuple(range(slots.num_hosts)), slots.ranks_of_a_unit))
+    return found
 
 
 # Whole hosts: a linear model of the step time proposes exchanges, and the step time itself decides.
@@ -310,7 +202,7 @@ def rearranged(
     chance = np.random.default_rng(rng.getrandbits(64))
     known = None
     for _ in range(TURNS):
-        if is_late() or best.is_optimal:
+        if is_late() or problem.meets_bound(best):
             break
         linear = linearise(model, np.array(best.placement), known=known)
         known = linear.tangents
@@ -324,7 +216,7 @@ def rearranged(
         cost_s = model.cost(placement)
         is_faster = cost_s < best.cost_s
         if is_faster:
-            best = problem.placed(placement, cost_s)
+            best = Placed(placement=placement, cost_s=cost_s)
         if num_hosts > MANY_HOSTS:
             # One linear model takes as long as a whole round should take.
             break

@@ -24,8 +24,8 @@ from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.schedule import RELEASES, PassTimes, Schedule, ScheduleFile, schedule_of
 from pipette_launch.search.candidates import Candidate, Promising, SearchInputs
 from pipette_launch.search.choose import choice_of
-from pipette_launch.search.placement import begin, improved_once
-from pipette_launch.search.slots import IsLate
+from pipette_launch.search.placement import begin, improve
+from pipette_launch.search.slots import IsLate, Placed
 
 LEANEST = 2 / 9
 """Smallest share of Megatron's activations that any schedule keeps for layouts with several chunks. V-Min keeps a third
@@ -139,10 +139,10 @@ def best_scheduled(
                 yield one, ways
 
     lean = islice(ways_of(over_the_limit), MOST_LAYOUTS)
-    priced = ((inputs.price(one, is_late=is_late), ways) for one, ways in lean)
+    priced = ((inputs.price(one), ways) for one, ways in lean)
     found: list[Choice] = []
     for one, ways in chain(islice(ways_of(pipelined), MOST_LAYOUTS), priced):
-        if isinstance(one, Candidate):
+        if one is not None:
             found += _choices(inputs, one, ways, is_late)
     if not found:
         return None
@@ -232,10 +232,9 @@ def _better_placed(inputs: SearchInputs, choice: Choice, rng: random.Random, is_
     schedule = order.schedule()
     objective = inputs.predictor.placement_cost(layout, schedule)
     problem = replace(inputs.placement_problem(layout, 0.0), objective=objective, has_linear_model=False)
-    known = problem.placed(choice.placement, choice.step_time_s)
-    placed = known.or_faster(begin(problem, is_late=is_late)[0])
-    if not placed.is_optimal:
-        placed = improved_once(problem, placed, rng=rng, is_late=is_late)
+    known = Placed(placement=choice.placement, cost_s=choice.step_time_s)
+    placed = known.or_faster(begin(problem)[0])
+    placed = improve(problem, placed, turn=0, rng=rng, is_late=is_late)
     if placed.cost_s >= choice.step_time_s:
         return choice
     better = choice_of(

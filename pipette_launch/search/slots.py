@@ -278,8 +278,6 @@ class Placed:
 
     placement: Placement
     cost_s: float
-    is_optimal: bool
-    """True if no allowed placement is faster: every placement was priced, or this placement meets the lower bound."""
 
     def or_faster(self, other: Placed) -> Placed:
         """Return the faster of two placements, or this placement if both are equally fast."""
@@ -305,16 +303,16 @@ class PlacementProblem:
         """Slots of the cluster, and the rules for placements on these slots."""
         return Slots.of(self.cluster, self.blocks)
 
-    def placed(self, placement: Placement, cost_s: float) -> Placed:
-        """Return a placement with its price, marked as optimal if the price meets the bound (up to rounding)."""
-        return Placed(placement=placement, cost_s=cost_s, is_optimal=cost_s <= self.bound_s * (1 + 1e-9))
+    def meets_bound(self, placed: Placed) -> bool:
+        """Return whether no placement can be faster, because the step equals the bound (up to rounding)."""
+        return placed.cost_s <= self.bound_s * (1 + 1e-9)
 
     def best_of(self, candidates: Sequence[Placement] | Ints) -> Placed:
         """Price placements together, and return the fastest; if several are equally fast, return the first of these."""
         placement_KW = np.asarray(candidates, dtype=np.int64)
         costs_s = self.objective.costs(placement_KW)
         least = int(costs_s.argmin())
-        return self.placed(tuple(placement_KW[least].tolist()), float(costs_s[least]))
+        return Placed(placement=tuple(placement_KW[least].tolist()), cost_s=float(costs_s[least]))
 
     def starts(self, most: int) -> Ints:
         """Return up to `most` different start placements, the most promising first; the array (K, W) is read-only.

@@ -16,11 +16,10 @@ from pipette_launch.facts.plan import MOST_RANKED
 from pipette_launch.search import explanations
 from pipette_launch.search.candidates import MANY_SLOTS, WORTH, Candidate, Promising, SearchInputs
 from pipette_launch.search.choose import DEGREES, LEANER, choose, ranking
-from pipette_launch.search.frontier import BEATEN, OUTDONE, UNPROMISING, Frontier
+from pipette_launch.search.frontier import DOMINATED, PRUNED, UNPROMISING, Frontier
 from pipette_launch.search.layouts import BaseLayouts, base_layouts
-from pipette_launch.search.placement import ANNEALED_SLOTS, EXACT, are_few, exhaustion, num_placements
 from pipette_launch.search.schedule_choice import LEANEST, best_scheduled, unsupported
-from pipette_launch.search.slots import IsLate, Placement, Slots
+from pipette_launch.search.slots import IsLate
 
 FIRST_BATCH = 6
 """Number of layouts that are priced before placements are improved. Each later batch is 1.5 times larger."""
@@ -34,16 +33,13 @@ AFTER_PRICING = ((1024, (4, 2, 1)), (math.inf, (2, 1, 1)))
 ALIKE = 2
 """In one round, at most this number of layouts with equal degrees is placed. A good placement of one layout also suits
 other layouts with these degrees."""
-ANNEALED, ANNEALED_NEAR, ANNEALED_FOR = 3, 0.05, 0.01
-"""On `ANNEALED_SLOTS` slots, single ranks of at most `ANNEALED` layouts change hosts after all rounds. The step of
-these layouts is within 5 % of the best step, and their bound is at least 1 % below the best step."""
-RUNNERS_UP = 3
-"""Number of alternatives that are priced for each reason: fastest, less memory, and near the user's own layout."""
-IN_VAIN = 0.15
+MOST_EXCESS = 0.15
 """On many slots, layouts of equal degrees are priced by rising bound, until consecutive layouts promise longer steps
 than the best step. Pricing stops once the seconds beyond the best step sum up to this share of the best step. A layout
 that promises a step no longer than the best step sets the sum to 0. All layouts with the user's own degrees are priced,
 because predictions for these degrees are the most certain."""
+LEANER_LAYOUTS = 3
+"""Number of layouts with less memory than the best that are priced at the end, in case memory runs out."""
 OFFLOAD_GAIN = 0.02
 """Share of the best step that a layout with offloaded activations must save, because copies may slow other traffic."""
 
@@ -55,8 +51,9 @@ class Searched:
     candidates: tuple[Candidate, ...]
     """Priced layouts in the order of pricing. The user's own layout comes first if it fits in memory."""
     num_seen: int
-    """Number of layouts that were priced, or were ruled out by a lower bound above the best step."""
-    num_aside: int
+    """Number of layouts that were priced, or were pruned by a lower bound above the best step."""
+    num_open: int
+    """Number of layouts that were left open, because layouts with the same degrees looked slower than the best."""
     num_offloaded: int
     """Number of priced layouts with offloading, which the list of base layouts does not have."""
     floor_s: float
@@ -65,41 +62,28 @@ class Searched:
 
 
 class SearchLoop:
-    """A search in progress: priced layouts with their best placements."""
+    """A search in progress. A layout that the frontier returned is open (not priced yet), priced, or pruned."""
 
     def __init__(self, inputs: SearchInputs, frontier: Frontier, *, seed: int, is_late: IsLate) -> None:
         """Begin without priced layouts; `seed` decides random numbers, and `is_late` returns true at the deadline."""
         self._inputs, self._frontier, self._seed, self._is_late = inputs, frontier, seed, is_late
-        self._pool: dict[Layout, Candidate] = {}
-        self._beaten: dict[Layout, Promising] = {}
-        self._surrounded: set[tuple[Layout, Placement]] = set()
-        """Pairs (layout, placement) whose neighbours (layouts that differ in one choice) were priced."""
-        self._missed_s = float("inf")
-        """Lowest bound in seconds among the layouts that were not priced before the deadline."""
-        self._in_vain: dict[tuple[int, ...], float] = defaultdict(float)
-        """For each set of degrees: sum of the shares by which promised steps exceed the best step (`IN_VAIN`)."""
-        self._aside: dict[Layout, Promising] = {}
-        """Layouts that were not priced, because several layouts with the same degrees were slower than the best."""
+        self._priced: dict[Layout, Candidate] = {}
+        self._pruned: set[Layout] = set()
+        self._open: dict[Layout, Promising] = {}
+        self._excess: dict[tuple[int, ...], float] = defaultdict(float)
+        """For each set of degrees: sum of the shares by which promised steps exceed the best step (`MOST_EXCESS`)."""
         self._num_offloaded = 0
 
     def run(self) -> Searched:
-        """Search to the end or to the deadline."""
-        # The user's own layout is priced even after the deadline, because the choice compares every plan with it.
-        inputs, own = self._inputs, self._inputs.job.own
-        if inputs.own_fault is None and inputs.own_dropped is None:
-            first = [Promising(least_s=0.0, number=0, layout=own, peak_bytes=inputs.predictor.peaks(own))]
-        else:
-            first = (self._frontier.dive(1) or self._frontier.take(1))[:1]
-        for one in first:
-            self._keep(inputs.price(one, is_late=self._is_late))
+        """Search to the end or to the deadline: the user's own layout, a dive, layouts by rising bound, placements."""
+        inputs = self._inputs
+        self._price_first()
         if not self._is_late():
             self._price(self._frontier.dive(FIRST_BATCH, below_s=self._best_s()))
-            self._surround()
             self._place(WHILE_PRICING)
         size = FIRST_BATCH if inputs.cluster.num_slots <= MANY_SLOTS else FIRST_BATCH_MANY
         while batch := self._frontier.take(size, below_s=self._best_s(), is_late=self._is_late):
             self._price(batch, beat_s=self._best_s())
-            self._surround()
             self._place(WHILE_PRICING)
             size = min(size + size // 2, MOST_AT_ONCE)
             if self._is_late():
@@ -107,93 +91,82 @@ class SearchLoop:
         self._offload()
         for width in next(widths for most, widths in AFTER_PRICING if inputs.cluster.num_slots <= most):
             self._place(width)
-        self._anneal()
-        self._exhaust()
-        self._price_runners_up()
-        # Layouts that were ruled out have bounds above the best step.
-        floors_s = [one.floor_s for one in self._pool.values()] + [one.least_s for one in self._aside.values()]
+        if not self._is_late():
+            self._price_leaner()
+        # Pruned layouts have bounds above the best step.
+        floors_s = [one.bound_s for one in self._priced.values()] + [one.least_s for one in self._open.values()]
         return Searched(
-            candidates=tuple(self._pool.values()),
-            num_seen=len(self._pool) + len(self._beaten),
-            num_aside=len(self._aside),
+            candidates=tuple(self._priced.values()),
+            num_seen=len(self._priced) + len(self._pruned),
+            num_open=len(self._open),
             num_offloaded=self._num_offloaded,
-            floor_s=min(self._best_s(), self._missed_s, self._frontier.least_s, *floors_s),
+            floor_s=min(self._best_s(), self._frontier.least_s, *floors_s),
             is_cut_short=self._is_late(),
         )
 
+    def _price_first(self) -> None:
+        """Price the user's own layout even after the deadline, because the choice compares every plan with it."""
+        inputs, own = self._inputs, self._inputs.job.own
+        if inputs.own_fault is None and inputs.own_dropped is None:
+            first = [Promising(least_s=0.0, number=0, layout=own, peak_bytes=inputs.predictor.peaks(own))]
+        else:
+            first = (self._frontier.dive(1) or self._frontier.take(1))[:1]
+        for one in first:
+            found = inputs.price(one)
+            assert found is not None
+            self._priced[one.layout] = found
+
     def _price(self, batch: list[Promising], *, beat_s: float = float("inf")) -> None:
-        """Price the new layouts of a batch. Layouts are set aside only if there is a step time to beat."""
+        """Price the new layouts of a batch. Layouts are left open only if there is a step time to beat."""
         for one in batch:
-            if one.layout in self._pool or one.layout in self._beaten:
+            if one.layout in self._priced or one.layout in self._pruned:
                 continue
             degrees = DEGREES(one.layout)
-            if self._is_late():
-                self._missed_s = min(self._missed_s, one.least_s)
-            elif self._in_vain[degrees] >= IN_VAIN and beat_s < math.inf:
-                self._aside[one.layout] = one
-            else:
-                found = self._inputs.price(one, beat_s=beat_s, is_late=self._is_late)
-                self._keep(found)
-                may_be_in_vain = self._inputs.cluster.num_slots > MANY_SLOTS
-                if isinstance(found, Candidate) and may_be_in_vain and degrees != DEGREES(self._inputs.job.own):
-                    excess = found.promise_s / beat_s - 1
-                    self._in_vain[degrees] = self._in_vain[degrees] + excess if excess > 0 else 0.0
-
-    def _keep(self, found: Candidate | Promising) -> None:
-        self._aside.pop(found.layout, None)
-        if isinstance(found, Candidate):
-            self._beaten.pop(found.layout, None)
-            self._pool[found.layout] = found
-        else:
-            self._beaten[found.layout] = found
-
-    def _surround(self) -> None:
-        """Price layouts that differ from the best in one choice, in the best placement, until no layout is better.
-
-        At 10,240 ranks, pricing takes milliseconds and improving a placement takes seconds. So a search that the
-        deadline ends early still returns a plan that no change of a single flag improves. Drop a neighbour that is not
-        better than the best layout. The frontier returns the dropped neighbour later, and the search then tries the
-        neighbour's own start placements.
-        """
-        while not self._is_late():
-            leader = self._leader()
-            placement, best_s = leader.placed.placement, leader.placed.cost_s
-            if (leader.layout, placement) in self._surrounded:
-                return
-            self._surrounded.add((leader.layout, placement))
-            for one in self._frontier.neighbours(leader.layout, below_s=best_s):
-                if self._is_late():
-                    return
-                found = self._inputs.price(one, beat_s=best_s, is_late=self._is_late, carried=placement)
-                if isinstance(found, Candidate):
-                    known = self._pool.get(one.layout)
-                    self._keep(replace(known, placed=found.placed) if known else found)
+            if self._is_late() or (self._excess[degrees] >= MOST_EXCESS and beat_s < math.inf):
+                self._open[one.layout] = one
+                continue
+            found = self._inputs.price(one, beat_s=beat_s)
+            if found is None:
+                self._pruned.add(one.layout)
+                continue
+            self._open.pop(one.layout, None)
+            self._priced[one.layout] = found
+            if self._inputs.cluster.num_slots > MANY_SLOTS and degrees != DEGREES(self._inputs.job.own):
+                excess = found.promise_s / beat_s - 1
+                self._excess[degrees] = self._excess[degrees] + excess if excess > 0 else 0.0
 
     def _place(self, width: int) -> None:
-        """Improve the placements of the `width` most promising layouts, then price the neighbours of the best."""
-        for one in self._hopes(width):
+        """Improve the placements of the `width` most promising layouts."""
+        for one in self._most_promising(width):
             if self._is_late():
                 return
-            self._pool[one.layout] = self._inputs.with_better_placement(one, seed=self._seed, is_late=self._is_late)
-        self._surround()
+            self._priced[one.layout] = self._inputs.with_better_placement(one, seed=self._seed, is_late=self._is_late)
 
     def _offload(self) -> None:
         """Price layouts near the best one, and near the user's own, that fit only with offloaded activations."""
         own = () if self._inputs.own_cannot_run else (self._inputs.job.own,)
-        for layout in dict.fromkeys((self._leader().layout, *own)):
+        for layout in dict.fromkeys((self._best().layout, *own)):
             least_s = (1 - OFFLOAD_GAIN) * self._best_s()
             for one in self._frontier.with_offloading(layout, below_s=least_s):
-                found = one if self._is_late() else self._inputs.price(one, beat_s=least_s, is_late=self._is_late)
-                if isinstance(found, Candidate) and found.placed.cost_s < least_s:
-                    self._num_offloaded += found.layout not in self._pool
-                    self._keep(found)
+                found = None if self._is_late() else self._inputs.price(one, beat_s=least_s)
+                if found and found.placed.cost_s < least_s:
+                    self._num_offloaded += found.layout not in self._priced
+                    self._priced[found.layout] = found
 
-    def _hopes(self, width: int) -> list[Candidate]:
+    def _price_leaner(self) -> None:
+        """Price layouts that need less memory than the best, and are faster than the user's own if this one runs."""
+        best, own = self._best(), self._priced.get(self._inputs.job.own)
+        most_bytes, below_s = LEANER * max(best.peak_bytes), own.host_order_s if own else math.inf
+        leaner = self._frontier.leaner(LEANER_LAYOUTS, most_bytes=most_bytes, below_s=below_s)
+        self._pruned.difference_update(one.layout for one in leaner)
+        self._price(leaner)
+
+    def _most_promising(self, width: int) -> list[Candidate]:
         """Return the most promising layouts whose bounds allow a noticeable gain."""
         best_s = self._best_s() * (1 - WORTH)
         found: list[Candidate] = []
         taken: Counter[tuple[int, ...]] = Counter()
-        for one in sorted(self._pool.values(), key=lambda one: one.promise_s):
+        for one in sorted(self._priced.values(), key=lambda one: one.promise_s):
             if len(found) == width or self._is_late():
                 break
             degrees = DEGREES(one.layout)
@@ -202,50 +175,11 @@ class SearchLoop:
                 found.append(one)
         return found
 
-    def _anneal(self) -> None:
-        """Let single ranks of the fastest layouts change hosts if the bounds allow a gain."""
-        if self._inputs.cluster.num_slots not in ANNEALED_SLOTS:
-            return
-        for fast in sorted(self._pool.values(), key=lambda one: one.placed.cost_s)[:ANNEALED]:
-            best_s = self._best_s()
-            if self._is_late() or fast.placed.cost_s > best_s * (1 + ANNEALED_NEAR):
-                break
-            one = fast
-            if one.bound_s < best_s * (1 - ANNEALED_FOR):
-                better = self._inputs.with_devices_exchanged(one, seed=self._seed, is_late=self._is_late)
-                self._pool[one.layout] = better
-        self._surround()
-
-    def _exhaust(self) -> None:
-        """Price every placement of the best layout, if the layout has few placements."""
-        leader = self._leader()
-        slots = Slots.of(self._inputs.cluster)
-        is_open = not are_few(leader.layout, slots) and num_placements(leader.layout, slots) <= EXACT
-        if is_open and not leader.meets_bound and not self._is_late():
-            problem = self._inputs.placement_problem(leader.layout, leader.bound_s)
-            *_, placed = leader.placed, *exhaustion(problem, leader.placed, is_late=self._is_late)
-            self._pool[leader.layout] = replace(leader, placed=placed)
-
-    def _price_runners_up(self) -> None:
-        """Price alternatives: layouts with the lowest bounds, with less memory, and near the user's own layout.
-
-        Layouts near the user's own layout are chosen if too little was measured for the fastest layout.
-        """
-        near = sorted(self._beaten.values())[:RUNNERS_UP]
-        own = self._pool.get(self._inputs.job.own)
-        if own:
-            near_own = self._frontier.neighbours(own.layout, below_s=own.host_order_s)
-            near += [one for one in near_own if one.layout not in self._pool][:RUNNERS_UP]
-        for one in near:
-            self._beaten.pop(one.layout, None)
-        most_bytes = LEANER * max(self._leader().peak_bytes)
-        self._price([*near, *self._frontier.runners_up(RUNNERS_UP, most_bytes=most_bytes)])
-
-    def _leader(self) -> Candidate:
-        return min(self._pool.values(), key=lambda one: one.placed.cost_s)
+    def _best(self) -> Candidate:
+        return min(self._priced.values(), key=lambda one: one.placed.cost_s)
 
     def _best_s(self) -> float:
-        return min((one.placed.cost_s for one in self._pool.values()), default=float("inf"))
+        return min((one.placed.cost_s for one in self._priced.values()), default=float("inf"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,21 +239,22 @@ def solve(
 
     frontier = _frontier(inputs, base, is_late)
     searched = SearchLoop(inputs, frontier, seed=options.seed, is_late=is_late).run()
-    num_layouts = base.num_layouts + searched.num_offloaded
+    own_is_unlisted = job.own not in base and any(one.layout == job.own for one in searched.candidates)
+    num_layouts = base.num_layouts + searched.num_offloaded + own_is_unlisted
     # The number of layouts that were ruled out, by reason, most frequent reason first.
     dropped = Counter(base.dropped) + frontier.dropped
     if not searched.is_cut_short:
-        outdone = len(frontier.outdone.difference(one.layout for one in searched.candidates))
-        beaten = num_layouts - len(searched.candidates) - searched.num_aside - outdone - frontier.dropped.total()
+        dominated = len(frontier.dominated.difference(one.layout for one in searched.candidates))
+        pruned = num_layouts - len(searched.candidates) - searched.num_open - dominated - frontier.dropped.total()
         # A sum of Counters leaves negative numbers out without an error.
-        assert beaten >= 0, f"{-beaten} layouts were counted twice"
-        dropped += Counter({BEATEN: beaten, UNPROMISING: searched.num_aside, OUTDONE: outdone})
+        assert pruned >= 0, f"{-pruned} layouts were counted twice"
+        dropped += Counter({PRUNED: pruned, UNPROMISING: searched.num_open, DOMINATED: dominated})
     plan = _plan(inputs, searched, options, corrections.notes, provenance)
     if options.schedules:
         # Schedules get a budget of their own, because building schedules of long pipelines can take ten seconds.
         schedules_deadline_s = clock() + options.budget_s
         plan = _scheduled(plan, inputs, searched, frontier, options, lambda: clock() >= schedules_deadline_s)
-    ranked, front = ranking(inputs, searched.candidates, frontier, plan.chosen, options.num_ranked, is_late=is_late)
+    ranked, front = ranking(inputs, searched.candidates, plan.chosen, options.num_ranked)
     return replace(
         plan,
         ranked=ranked,

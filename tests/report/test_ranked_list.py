@@ -23,7 +23,6 @@ def listed(layout: Layout, step_s: float, gib: float, **changes: object) -> Rank
     made = Ranked(
         layout=layout,
         step_time_s=step_s,
-        is_bound=False,
         need_bytes=round(gib * 2**30),
         rate=RATE,
         breakdown_s=parts_s,
@@ -64,9 +63,9 @@ def test_a_layout_is_told_by_its_differences() -> None:
     )
 
 
-def test_a_bound_is_marked() -> None:
-    """A lower bound has a sign before it, and no longest part."""
-    assert ("≥ 2.00 s", "4.00 GiB", "48%", "") == figures(listed(FIRST, 2.0, 4.0, is_bound=True, breakdown_s={}))
+def test_figures_name_the_longest_part() -> None:
+    """A layout without parts has none."""
+    assert ("2.00 s", "4.00 GiB", "48%", "") == figures(listed(FIRST, 2.0, 4.0, breakdown_s={}))
     assert ("1.00 s", "4.00 GiB", "48%", "bubble 15%") == figures(listed(FIRST, 1.0, 4.0))
 
 

@@ -150,15 +150,15 @@ def saver_holds(job: Job, cut: Layout, saver: MemoryOptions, *, kind: str) -> It
     """Sequence parallelism, optimizer and overlap are possible, and of use where they are on."""
     model, sharded = job.model, saver.use_distributed_optimizer
     replicas = max(cut.dp * cut.cp, cut.tp * cut.cp * cut.dp // (cut.ep * cut.etp))
-    overlap = (saver.overlap_grad_reduce, saver.overlap_param_gather)
+    hides = kind == "cuda" and replicas > 1
     yield not saver.sequence_parallel or (kind == "cuda" and cut.tp > 1 and model.seq_length // cut.cp % cut.tp == 0)
     yield saver.sequence_parallel or cut.tp == 1 or not model.num_experts
     # Sequence parallelism is on wherever it is legal, as layers are timed so.
     yield saver.sequence_parallel or kind != "cuda" or cut.tp == 1 or bool(model.seq_length // cut.cp % cut.tp)
     yield not sharded or (job.optimizer == "adam" and replicas > 1)
-    yield overlap != (False, True)
-    yield overlap == (False, False) or (kind == "cuda" and replicas > 1)
-    yield sharded or not saver.overlap_param_gather
+    # Overlap is on wherever it hides something.
+    yield saver.overlap_grad_reduce == hides
+    yield saver.overlap_param_gather == (hides and sharded)
 
 
 def recomputes(job: Job, cut: Layout) -> Iterator[Recompute]:

@@ -88,7 +88,7 @@ def test_a_layout_gets_the_same_result_whatever_was_done_before_it() -> None:
         shared = SearchInputs.of(job, tiny_measurements(two_racks()), memory_margin=0.08)
         results = {}
         for layout in order:
-            first = shared.price(promising(shared, layout), is_late=never)
+            first = shared.price(promising(shared, layout))
             assert isinstance(first, Candidate)
             results[layout] = (first, shared.with_better_placement(first, seed=3, is_late=never))
         return results
@@ -97,15 +97,14 @@ def test_a_layout_gets_the_same_result_whatever_was_done_before_it() -> None:
 
 
 def test_what_cannot_win_is_not_priced() -> None:
-    """A layout whose bound cannot beat the given step time is returned with its bound only."""
+    """A layout whose bound cannot beat the given step time gets no price."""
     inputs = SearchInputs.of(tiny_job(4), tiny_measurements(tiny_cluster()), memory_margin=0.08)
     layout = inputs.job.own
     bound_s = inputs.predictor.bound_s(layout)
     one = promising(inputs, layout)
-    beaten, priced = (inputs.price(one, beat_s=seconds, is_late=never) for seconds in (bound_s, 2 * bound_s))
+    beaten, priced = (inputs.price(one, beat_s=seconds) for seconds in (bound_s, 2 * bound_s))
 
-    assert isinstance(beaten, Promising)
-    assert beaten.least_s == bound_s
-    assert isinstance(priced, Candidate)
+    assert beaten is None
+    assert priced is not None
     placed = priced.placed
     assert placed.cost_s == inputs.predictor.placement_cost(layout).cost(placed.placement) <= priced.host_order_s

@@ -14,7 +14,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from search import naive
 from search.legal import cuts, legal_layouts, variants
-from search.worlds import PROVENANCE, two_racks
 
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.errors import MegatronError
@@ -26,11 +25,8 @@ from pipette_launch.megatron import read_job, write_arguments
 from pipette_launch.megatron.flags import releases
 from pipette_launch.megatron.rules.broken import Rules
 from pipette_launch.megatron.rules.judge import broken_rule
-from pipette_launch.search.candidates import SearchInputs
-from pipette_launch.search.frontier import Frontier
 from pipette_launch.search.layout_axes import micro_batch_sizes
 from pipette_launch.search.layouts import BaseLayouts, base_layouts, compute_cases
-from pipette_launch.search.solve import SolveOptions, solve
 
 NO_SAVERS: dict[str, Any] = {name: getattr(Layout(), name) for name in MemoryOptions._fields}
 
@@ -92,7 +88,7 @@ def test_layouts_are_all_variants_of_all_base_layouts(case: naive.Case) -> None:
     assert job.own == found[0]
     assert len(found) == len(set(found))
     assert {None} >= {broken_rule(rules, layout) for layout in found[1:]}
-    assert found_in(case).num_layouts == sum(broken_rule(rules, layout) is None for layout in found)
+    assert found_in(case).num_layouts == len(found[1:]) + (job.own in found_in(case))
 
 
 @settings(max_examples=20, deadline=None)
@@ -383,24 +379,6 @@ def test_neighbours_differ_in_one_choice(place: int) -> None:
     columns = found.neighbours(layout)
 
     assert expected == {columns.layout(row) for row in range(len(columns))}
-
-
-def test_a_plan_does_not_lose_to_itself_with_one_choice_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search that is handed nothing but the user's own layout tries all neighbours of its best in its placement."""
-    measurements = tiny_measurements(two_racks())
-    for name in ("dive", "take", "runners_up"):
-        monkeypatch.setattr(Frontier, name, lambda *_, **__: [])
-    plan = solve(JOB, measurements, options=SolveOptions(margin=0.0), clock=lambda: 0.0, provenance=PROVENANCE)
-    inputs = SearchInputs.of(JOB, measurements, memory_margin=0.08)
-    best = plan.chosen
-    found = base_layouts(
-        JOB, world_size=4, domains=Domains(devices_per_host=2), device_kind="cpu", table=inputs.predictor.compute
-    )
-    columns = found.neighbours(best.layout)
-    near = [columns.layout(row) for row in range(len(columns))]
-
-    assert near
-    assert best.step_time_s <= min(inputs.predictor.step_time(one, best.placement).total_s for one in near)
 
 
 BASE = (

@@ -7,12 +7,11 @@ from itertools import pairwise
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 from search.legal import legal_layouts
-from search.worlds import PROVENANCE, planned
+from search.worlds import planned
 
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Plan
 from pipette_launch.search.choose import DEGREES
-from pipette_launch.search.solve import SolveOptions, solve
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,6 @@ def test_listed_layouts_are_legal_and_no_placement_beats_their_bounds(plan: Plan
 
     for one in (*plan.ranked, *plan.front):
         assert one.layout in legal
-        assert not one.is_bound
         assert predictor.bound_s(one.layout) <= one.step_time_s * (1 + 1e-9)
         assert one.step_time_s <= predictor.step_time(one.layout, tuple(range(4))).total_s * (1 + 1e-9)
     for one in plan.ranked:
@@ -63,19 +61,3 @@ def test_the_list_changes_no_choice() -> None:
     )
     assert ((), ()) == (without.ranked, without.front)
     assert 3 == len(with_list.ranked)
-
-
-def test_layouts_are_bounds_once_the_time_is_over() -> None:
-    """After the deadline the list marks lower bounds, and the front has only priced layouts."""
-    ticks = iter(range(10**9))
-    options = SolveOptions(num_ranked=20, budget_s=3)
-    late = solve(
-        tiny_job(4),
-        tiny_measurements(tiny_cluster()),
-        options=options,
-        clock=lambda: float(next(ticks)),
-        provenance=PROVENANCE,
-    )
-
-    assert any(one.is_bound and not one.breakdown_s for one in late.ranked)
-    assert not any(one.is_bound for one in late.front)

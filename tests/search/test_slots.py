@@ -22,7 +22,7 @@ from pipette_launch.cost.step.predictor import PlacementCost, Predictor
 from pipette_launch.facts import Cluster, Layout, Links
 from pipette_launch.facts.cluster import in_device_order
 from pipette_launch.facts.co_location import RankBlock
-from pipette_launch.search.placement import exhaustion, neighbour, rearranged, shuffled
+from pipette_launch.search.placement import neighbour, rearranged, shuffled
 from pipette_launch.search.slots import Objective, Placed, PlacementProblem, Slots, Tiers, host_order, tiers_of
 
 
@@ -310,7 +310,7 @@ def test_moves_reach_every_allowed_placement(layout: Layout, blocks: tuple[RankB
     ],
 )
 def test_the_best_that_is_allowed_is_found(layout: Layout, blocks: tuple[RankBlock, ...], seed: int) -> None:
-    """On eight slots with wild links the search ends as near to the optimum as without blocks, and exhaustion at it."""
+    """On eight slots with wild links the search ends as near to the optimum as without blocks."""
     cluster = nvlink_racks(4, 2, 2, seed=seed)
     cost = link_cost(layout, random_distances(8, random.Random(seed)))
     problem = problem_of(layout, cluster, blocks, cost)
@@ -318,11 +318,8 @@ def test_the_best_that_is_allowed_is_found(layout: Layout, blocks: tuple[RankBlo
     allowed = np.array([found for found in in_order if problem.slots.allows(found)])
     least_s = float(cost.costs(allowed).min())
     searched = improvements(problem, seed=seed)[-1]
-    *_, exact = exhaustion(problem, searched, is_late=never)
 
-    assert exact.is_optimal
-    assert exact.cost_s == pytest.approx(least_s)
-    assert problem.slots.allows(exact.placement)
+    assert problem.slots.allows(searched.placement)
     assert searched.cost_s <= 1.25 * least_s
 
 
@@ -351,7 +348,7 @@ def test_many_hosts_are_exchanged_inside_their_domains() -> None:
     cost = step_time(layout, cluster)
     problem = problem_of(layout, cluster, blocks, cost)
     worst = shuffled(problem.slots.first(), problem.slots, random.Random(3), share=1.0)
-    start = Placed(placement=worst, cost_s=cost.cost(worst), is_optimal=False)
+    start = Placed(placement=worst, cost_s=cost.cost(worst))
     found = rearranged(problem, start, model=cost, rng=random.Random(0), is_late=never)
 
     assert problem.slots.allows(found.placement)

@@ -13,7 +13,7 @@ from search.toys import never
 from pipette_launch.facts import Batch, Choice, Cluster, Job, Layout, Links, Measurements, Plan, Provenance
 from pipette_launch.facts.cluster import in_device_order
 from pipette_launch.facts.co_location import Domains, RankBlock, blocks_of
-from pipette_launch.search.placement import ROUNDS, are_few, begin, improve
+from pipette_launch.search.placement import ROUNDS, begin, improve
 from pipette_launch.search.slots import IsLate, Placed, PlacementProblem
 from pipette_launch.search.solve import SolveOptions, solve
 
@@ -100,9 +100,9 @@ def planned(job: Job, measurements: Measurements | None = None, **options: objec
 def improvements(problem: PlacementProblem, *, seed: int = 0, is_late: IsLate = never) -> list[Placed]:
     """The best start of a layout's placement, and what each round of `improve` makes of it."""
     rng = random.Random(seed)
-    found = [begin(problem, is_late=is_late)[0]]
-    for turn in range(0 if are_few(problem.layout, problem.slots) else ROUNDS):
-        if found[-1].is_optimal or is_late():
+    found = [begin(problem)[0]]
+    for turn in range(ROUNDS):
+        if problem.meets_bound(found[-1]) or is_late():
             break
         found.append(improve(problem, found[-1], turn=turn, rng=rng, is_late=is_late))
     return found

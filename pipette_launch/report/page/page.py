@@ -172,7 +172,7 @@ def alternatives(plan: Plan) -> dict[str, Any]:
     """Return a chart of all configurations by step time and by memory of the fullest pipeline rank."""
     shown, limit = _points(plan), plan.chosen.memory_shown.limit_bytes
     far_off = [role for role, one in shown if one.need_bytes > MOST_DRAWN * limit]
-    drawn = [(role, one) for role, one in shown if role not in far_off and not one.is_bound]
+    drawn = [(role, one) for role, one in shown if role not in far_off]
     across = Axis.around([one.step_time_s for _, one in drawn])
     sizes = [one.need_bytes for _, one in drawn]
     shows_limit = limit_in_view(limit, max(sizes))

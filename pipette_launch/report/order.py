@@ -94,7 +94,8 @@ def order_files(plan: Plan, target: Target, environment: dict[str, str]) -> dict
 
 
 def _rank_script(plan: Plan, hosts: list[HostRanks], target: Target, environment: dict[str, str]) -> str:
-    size, exports = plan.devices_per_host, [f"export {name}={value}\n" for name, value in environment.items()]
+    size = plan.devices_per_host
+    exports = [f"export {name}={shlex.quote(value)}\n" for name, value in environment.items()]
     moves = plan.device_kind == "cuda" and any(one.devices != sorted(one.devices) for one in hosts)
     rows = []
     for host in hosts:

@@ -23,6 +23,16 @@ def equal_stages(
     )
 
 
+def even_stages(
+    pp: int, forward_s: float, input_s: float, weight_s: float, hop_s: float, *, vpp: int = 1
+) -> StageTimes:
+    """Equal chunks; the times belong to a whole rank, and a whole backward is the sum of its halves."""
+    whole_s = (input_s + weight_s) / vpp
+    return equal_stages(
+        pp * vpp, forward_s=forward_s / vpp, backward_s=whole_s, hop_s=hop_s, input_share=input_s / (input_s + weight_s)
+    )
+
+
 def drawn_stages(stages: int, rng: random.Random) -> StageTimes:
     """Other seconds everywhere, in sixteenths so that sums are exact."""
 
@@ -40,11 +50,11 @@ def drawn_stages(stages: int, rng: random.Random) -> StageTimes:
     )
 
 
-def bubble_rate(timeline: Timeline, whole_s: float | None = None) -> float:
-    """Share of the makespan, or of `whole_s`, that the mean rank waits."""
+def bubble_rate(timeline: Timeline) -> float:
+    """Share of the makespan that the mean rank waits."""
     spans = zip(timeline.start_s, timeline.end_s, strict=True)
     busy_s = sum(end - start for starts, ends in spans for start, end in zip(starts, ends, strict=True))
-    return 1 - busy_s / (len(timeline.end_s) * (whole_s or timeline.makespan_s))
+    return 1 - busy_s / (len(timeline.end_s) * timeline.makespan_s)
 
 
 def one_forward_one_backward_s(

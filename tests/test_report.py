@@ -15,7 +15,7 @@ from screens import NEW, OLD, SCREENS, at_width, choice, drawn, plan, shown
 from pipette_launch.facts import Layout, Samples
 from pipette_launch.facts.outcome import Outcome, PeakReading
 from pipette_launch.facts.plan import Rate, Setting, Trial, Trials
-from pipette_launch.facts.schedule import ScheduleFile, interleaved_zero_bubble
+from pipette_launch.facts.schedule import ScheduleFile, one_forward_one_backward
 from pipette_launch.report.plan import outcome_line, plan_file_screen, rank_ranges
 from pipette_launch.report.screen import arguments_diff
 
@@ -223,7 +223,7 @@ def test_flags_to_paste_stay_whole() -> None:
 def test_a_schedule_that_megatron_lacks_is_said_beside_the_flags() -> None:
     """Flags alone would run another."""
     cluster = tiny_cluster(1, 2)
-    order = ScheduleFile.of(interleaved_zero_bubble(2, 1, 4))
+    order = replace(ScheduleFile.of(one_forward_one_backward(2, 4)), name="zb-1p")
     own = choice(Layout(dp=2), 2.0)
     setting = Setting(
         script="train.py",
@@ -237,13 +237,13 @@ def test_a_schedule_that_megatron_lacks_is_said_beside_the_flags() -> None:
         machines="measured",
         network="",
     )
-    made = plan(cluster, replace(choice(Layout(pp=2), 1.0), schedule="zb-h1", order=order), own, setting=setting)
+    made = plan(cluster, replace(choice(Layout(pp=2), 1.0), schedule="zb-1p", order=order), own, setting=setting)
 
     text = plan_file_screen(made, title="pipette plan", saved_to=None)
 
     assert text.endswith(
-        "Flags alone run 1f1b. pipette-launch runs zb-h1:\n"
-        "  --pipette-schedules zb-h1, or --pipette-plan with the plan file\n"
+        "Flags alone run 1f1b. pipette-launch runs zb-1p:\n"
+        "  --pipette-schedules zb-1p, or --pipette-plan with the plan file\n"
     )
 
 

@@ -18,7 +18,7 @@ from benchmarks.gpu.jobs import COMMON_WORDS, LOCAL_WORDS, DeviceKind
 from benchmarks.gpu.launches import GRACE_S, OURS, ROOT, TORCHRUN, TRAINER, Launch, Run
 from benchmarks.gpu.notebook import Notebook
 from pipette_launch import megatron
-from pipette_launch.cost.pipeline.extra import named_schedule
+from pipette_launch.cost.pipeline.zero_bubble import named_schedule
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Choice, Job, Layout, Plan, Provenance, files
 from pipette_launch.facts.schedule import ScheduleFile
@@ -86,7 +86,7 @@ class ByHand:
         if self.schedule in ("1f1b", "interleaved-1f1b"):
             return None
         layout = self.layout
-        made = named_schedule(self.schedule, pp=layout.pp, vpp=layout.vpp, num_microbatches=num_microbatches)
+        made = named_schedule(self.schedule, pp=layout.pp, num_microbatches=num_microbatches)
         return ScheduleFile.of(made)
 
 

@@ -31,16 +31,16 @@ TOLERANCE = 1e-3
 BY_HAND: dict[DeviceKind, tuple[ByHand, ...]] = {
     "cuda": (
         ByHand(layout=Layout(pp=2), placement=(0, 1), schedule="zb-1p"),
-        ByHand(layout=Layout(pp=2, vpp=2), placement=(0, 1), schedule="interleaved-zb"),
+        ByHand(layout=Layout(pp=2, vpp=2), placement=(0, 1), schedule="v-zb"),
         # Slot i has rank placement[i]: no slot has its own number.
         ByHand(layout=Layout(pp=2, dp=2), placement=(2, 0, 3, 1)),
         ByHand(layout=Layout(pp=4), placement=(0, 1, 2, 3), schedule="zb-1p"),
-        ByHand(layout=Layout(pp=4, vpp=2), placement=(0, 1, 2, 3), schedule="interleaved-zb"),
+        ByHand(layout=Layout(pp=4, vpp=2), placement=(0, 1, 2, 3), schedule="v-zb"),
     ),
     # Placement and schedule in one start: each start on a CPU takes 13 s of processor time.
     "cpu": (
         ByHand(layout=Layout(pp=2), placement=(1, 0), schedule="zb-1p"),
-        ByHand(layout=Layout(pp=2, vpp=2), placement=(1, 0), schedule="interleaved-zb"),
+        ByHand(layout=Layout(pp=2, vpp=2), placement=(1, 0), schedule="v-zb"),
     ),
 }
 

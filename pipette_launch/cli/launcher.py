@@ -65,7 +65,7 @@ def _add_choices(add: Callable[..., object]) -> None:
     add("--pipette-fix", metavar="NAMES", type=names, default=(), help=text)
     text = (
         "pipeline schedules that a plan may use: stock (default, Megatron's own), all, or names between commas: "
-        "eager-1f1b, zb-h1, zb-1p, zb-2p, interleaved-zb, gis, 1f1b-v, v-half, v-min, v-zb"
+        "zb-1p, v-zb, v-half, v-min"
     )
     add("--pipette-schedules", metavar="NAMES", default="stock", help=text)
     text = (

@@ -442,8 +442,8 @@ def _hop(message: Message, times: PassTimes) -> int:
 
 Count = TypeVar("Count", int, NDArray[np.int64])
 
-EXECUTABLE = ("eager-1f1b", "zb-h1", "zb-1p", "zb-2p", "interleaved-zb", "gis", "1f1b-v", "v-half", "v-min", "v-zb")
-"""Names of the additional schedules that the patch `schedules` executes."""
+EXECUTABLE = ("zb-1p", "v-zb", "v-half", "v-min")
+"""Names of the additional schedules that a plan may choose and that the patch `schedules` executes."""
 RELEASES = ((0, 16), (0, 21))
 """Oldest megatron-core release that the patch `schedules` supports, and the first later release that it refuses."""
 
@@ -472,16 +472,6 @@ def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
 
 
 @lru_cache(maxsize=256)
-def eager_one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
-    """Return eager 1F1B (arXiv 2211.05322): additional forwards before the first backward hide the transfers.
-
-    Rank r runs 2 (pp - r - 1) forwards ahead, and rank 0 has 2 pp - 1 micro-batches in flight.
-    """
-    ranks = _whole_backwards([2 * ahead for ahead in reversed(range(stages))], microbatches)
-    return _schedule("eager-1f1b", ranks, microbatches)
-
-
-@lru_cache(maxsize=256)
 def interleaved(pp: int, vpp: int, microbatches: int, group_size: int) -> Schedule:
     """Return Megatron's interleaved 1F1B: `group_size` micro-batches go through one chunk before the next chunk.
 
@@ -492,31 +482,6 @@ def interleaved(pp: int, vpp: int, microbatches: int, group_size: int) -> Schedu
     check_interleaving(pp=pp, vpp=vpp, microbatches=microbatches, group_size=group_size)
     ahead = [num_warmup(pp, vpp, group_size, rank) for rank in range(pp)]
     return _schedule("interleaved-1f1b", _whole_backwards(ahead, microbatches, vpp, group_size), microbatches, vpp)
-
-
-@lru_cache(maxsize=256)
-def grouped_split(pp: int, vpp: int, microbatches: int, group_size: int) -> Schedule:
-    """Return GIS (PipeOffload, arXiv 2503.01328): interleaved groups, a short warm-up, and split backwards.
-
-    Rank r runs (vpp - 1) * group_size + pp - r - 1 chunk forwards ahead. With groups of g < pp micro-batches (GIS-H: g
-    = pp / 2), a step takes (pp - g)(vpp - 1) chunk forwards longer, but needs less memory. Rank 0 has (g(vpp - 1) +
-    pp)/vpp micro-batches in flight. `interleaved` has the same parameters. Raise LayoutError if a group is too small
-    for the pipeline.
-    """
-    ranks = _split_backwards(pp, vpp, microbatches, group_size, lags=[0] * pp)
-    return _schedule("gis", ranks, microbatches, vpp)
-
-
-@lru_cache(maxsize=256)
-def interleaved_zero_bubble(pp: int, vpp: int, microbatches: int) -> Schedule:
-    """Return a schedule of interleaved groups of pp micro-batches.
-
-    Rank r delays weight gradients (W) by r chunk passes. The delay makes each rank hold activations of pp * vpp chunk
-    passes. In the cool-down, ranks wait only for input gradients (I), which is the idea of ZB-H1 (arXiv 2401.10241).
-    With one chunk, the schedule is ZB-H1.
-    """
-    ranks = _split_backwards(pp, vpp, microbatches, pp, lags=range(pp))
-    return _schedule("interleaved-zb" if vpp > 1 else "zb-h1", ranks, microbatches, vpp)
 
 
 def _schedule(name: str, ranks: Ranks, microbatches: int, vpp: int = 1) -> Schedule:
@@ -576,39 +541,4 @@ def _whole_backwards(ahead: Sequence[int], microbatches: int, vpp: int = 1, grou
         first = min(most, len(forward))
         turns = chain.from_iterable(zip(forward[first:], backward, strict=False))
         ranks.append((*forward[:first], *turns, *backward[len(forward) - first :]))
-    return tuple(ranks)
-
-
-def _split_backwards(pp: int, vpp: int, microbatches: int, group_size: int, *, lags: Sequence[int]) -> Ranks:
-    """Run groups with a short warm-up and split backwards.
-
-    Rank r runs a weight gradient (W) `lags[r]` backwards after the input gradient (I) of the same pass. Two successive
-    groups must hold at least pp - 1 micro-batches together. With fewer micro-batches, a rank could wait for a backward
-    before the rank has sent the forwards that this backward needs. All schedules of n micro-batches in groups of g were
-    tested for pp < 12, vpp < 5, g < pp + 4 and n <= 3g. All accepted schedules ran, and 734 of the 840 refused
-    schedules deadlocked.
-    """
-    if min(pp, vpp, microbatches, group_size) < 1:
-        sizes = f"pp={pp}, vpp={vpp}, groups of {group_size} and {microbatches} micro-batches"
-        raise LayoutError(f"{sizes} must be positive")
-    last = microbatches % group_size or group_size
-    if vpp > 1 and microbatches > group_size and group_size + last < pp - 1:
-        raise LayoutError(
-            f"{microbatches} micro-batches in groups of {group_size} end with a group of {last}; two groups in a row "
-            f"need {pp - 1} micro-batches for pp={pp}: take larger groups, or as many micro-batches as fill them"
-        )
-    ahead = [(vpp - 1) * group_size + pp - rank - 1 for rank in range(pp)]
-    ranks = []
-    for lag, whole in zip(lags, _whole_backwards(ahead, microbatches, vpp, group_size), strict=True):
-        actions: list[Action] = []
-        waiting: list[Action] = []
-        for action in whole:
-            if action.kind == "F":
-                actions.append(action)
-                continue
-            actions.append(action._replace(kind="I"))
-            waiting.append(action._replace(kind="W"))
-            if len(waiting) > lag:
-                actions.append(waiting.pop(0))
-        ranks.append((*actions, *waiting))
     return tuple(ranks)

@@ -1,7 +1,7 @@
 """Pipeline schedules that Megatron lacks, for layouts that the search priced under Megatron's own schedules.
 
-The patch `schedules` runs the schedules that Megatron lacks. Chunks lie as in Megatron, or in a V: second chunks in
-reverse rank order.
+The patch `schedules` runs these schedules. They delay weight gradients (W), so layers must compute W apart from input
+gradients. Transformer Engine's layers compute both in one pass.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from pipette_launch.cost.memory.overhead import measured_overhead, num_communicators
 from pipette_launch.cost.memory.peak import folded_peaks, kept_by_chunk
-from pipette_launch.cost.pipeline.extra import SCHEDULES, most_kept, named_schedule, peak_live_bytes
-from pipette_launch.errors import FactError, LayoutError
+from pipette_launch.cost.pipeline.zero_bubble import SCHEDULES, most_kept, named_schedule, peak_live_bytes
+from pipette_launch.errors import FactError
 from pipette_launch.facts import Choice, Cluster, Job, Layout, Recompute
 from pipette_launch.facts.job import flag_of
 from pipette_launch.facts.layout import NO_RECOMPUTE
@@ -64,12 +64,9 @@ def unsupported(job: Job, cluster: Cluster) -> str:
         faults.append("hybrid models")
     if job.model.mtp_num_layers:
         faults.append("multi-token prediction")
+    if job.model.transformer_impl != "local":
+        faults.append(f"--transformer-impl {job.model.transformer_impl}")
     return f"they do not run with {faults[0]}" if faults else ""
-
-
-class _Way(NamedTuple):
-    name: str
-    group_size: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,20 +127,20 @@ def best_scheduled(
     """
     pipelined = [one for one in sorted(candidates, key=lambda one: one.placed.cost_s) if one.layout.pp > 1]
 
-    def ways_of(some: Iterable[Some]) -> Iterator[tuple[Some, list[_Way]]]:
+    def fitting(some: Iterable[Some]) -> Iterator[tuple[Some, list[str]]]:
         for one in some:
-            ways = _ways(inputs, one.layout, one.peak_bytes, names)
+            fit = _fitting(inputs, one.layout, one.peak_bytes, names)
             if is_late():
                 return
-            if ways:
-                yield one, ways
+            if fit:
+                yield one, fit
 
-    lean = islice(ways_of(over_the_limit), MOST_LAYOUTS)
-    priced = ((inputs.price(one), ways) for one, ways in lean)
+    lean = islice(fitting(over_the_limit), MOST_LAYOUTS)
+    priced = ((inputs.price(one), fit) for one, fit in lean)
     found: list[Choice] = []
-    for one, ways in chain(islice(ways_of(pipelined), MOST_LAYOUTS), priced):
+    for one, fit in chain(islice(fitting(pipelined), MOST_LAYOUTS), priced):
         if one is not None:
-            found += _choices(inputs, one, ways, is_late)
+            found += _choices(inputs, one, fit, is_late)
     if not found:
         return None
     best = min(found, key=lambda choice: choice.step_time_s)
@@ -151,31 +148,25 @@ def best_scheduled(
     return best if best.step_time_s <= (1 - GAIN) * chosen.step_time_s else None
 
 
-def _ways(inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], names: Sequence[str]) -> list[_Way]:
-    """List the schedules that fit in the memory of a layout's ranks; schedules that take long to build come last."""
+def _fitting(inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], names: Sequence[str]) -> list[str]:
+    """List the schedules that suit a layout's chunks and fit in the memory of its ranks."""
     if layout.recompute.offload_modules:
         return []
     memory = _LayoutMemory(inputs=inputs, layout=layout, stock_peaks=stock_peaks)
-    splits = inputs.job.model.transformer_impl == "local"
-    can_fold = layout.vpp == 2 and layout.pp > 2 and not layout.layers_per_chunk
+    can_fold = layout.pp > 2 and not layout.layers_per_chunk
     found = []
-    for name in sorted(names, key=lambda name: SCHEDULES[name].by_times is not None):
+    for name in names:
         known = SCHEDULES[name]
-        # With the patch, Transformer Engine's layers compute the gradients of inputs and weights in one pass.
-        if (known.splits_backward and not splits) or (known.chunks == "one") != (layout.vpp == 1):
+        is_folded = known.placement == "v"
+        if known.vpp != layout.vpp or (is_folded and not can_fold):
             continue
-        if known.placement == "v" and not can_fold:
-            continue
-        for group_size in (layout.pp, -(-layout.pp // 2)) if known.has_groups else (None,):
-            counts = layout.pp, layout.vpp, memory.num_microbatches, group_size or layout.pp
-            most_bytes = most_kept(name, memory.kept_bytes, *counts)
-            peaks = memory.peaks(list(map(math.floor, most_bytes)), is_folded=known.placement == "v")
-            if max(peaks) <= memory.limit_bytes:
-                found.append(_Way(name, group_size))
+        most_bytes = most_kept(name, memory.kept_bytes, memory.num_microbatches)
+        if max(memory.peaks(list(map(math.floor, most_bytes)), is_folded=is_folded)) <= memory.limit_bytes:
+            found.append(name)
     return found
 
 
-def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], is_late: IsLate) -> Iterator[Choice]:
+def _choices(inputs: SearchInputs, candidate: Candidate, names: Sequence[str], is_late: IsLate) -> Iterator[Choice]:
     """Build schedules for a layout until `is_late`, and price the schedules that fit in memory."""
     layout = candidate.layout
     memory = _LayoutMemory(inputs=inputs, layout=layout, stock_peaks=candidate.peak_bytes)
@@ -185,22 +176,19 @@ def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], i
     waiting_bytes = kept_by_chunk(inputs.job, replace(layout, recompute=OF_ATTENTION)) if recomputes else kept_bytes
     times = inputs.predictor.stage_times(layout, candidate.placed.placement)
     fits_as_stock = max(candidate.peak_bytes) <= memory.limit_bytes
-    for name, group_size in ways:
+    for name in names:
         if is_late():
             return
-        known = SCHEDULES[name]
         try:
             schedule = named_schedule(
                 name,
                 pp=layout.pp,
-                vpp=layout.vpp,
                 num_microbatches=memory.num_microbatches,
-                group_size=group_size,
                 times=times,
-                held_S=kept_bytes if known.by_times or known.refills else None,
+                held_S=kept_bytes,
             )
-        except (LayoutError, FactError):
-            # The schedule does not suit the layout: for example, the micro-batches do not fill whole groups.
+        except FactError:
+            # No order of passes stays within the schedule's memory.
             continue
         live_bytes = peak_live_bytes(schedule, kept_bytes, waiting_bytes)
         peaks = memory.peaks(live_bytes, is_folded=schedule.placement == "v")

@@ -266,9 +266,9 @@ def test_zero_bubble_schedules_run_by_hand_on_two_and_four_ranks() -> None:
     on_gpu = {(one.schedule, one.layout.world_size) for one in ranks.BY_HAND["cuda"]}
     made = [one.plan("cuda", 8).chosen.order for one in ranks.BY_HAND["cuda"]]
 
-    assert {("zb-1p", 2), ("interleaved-zb", 2), ("zb-1p", 4), ("interleaved-zb", 4)} < on_gpu
-    assert {"zb-1p", "interleaved-zb"} == {one.schedule for one in ranks.BY_HAND["cpu"]}
-    assert ["zb-1p", "interleaved-zb", None, "zb-1p", "interleaved-zb"] == [one and one.name for one in made]
+    assert {("zb-1p", 2), ("v-zb", 2), ("zb-1p", 4), ("v-zb", 4)} < on_gpu
+    assert {"zb-1p", "v-zb"} == {one.schedule for one in ranks.BY_HAND["cpu"]}
+    assert ["zb-1p", "v-zb", None, "zb-1p", "v-zb"] == [one and one.name for one in made]
     assert {8} == {one.num_microbatches for one in made if one}
 
 

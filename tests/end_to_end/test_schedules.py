@@ -9,8 +9,9 @@ import pytest
 from end_to_end import jobs
 from end_to_end.jobs import MODEL, TRAINER, finish, plan, plan_file, start_warm, torchrun, warm_pipette
 
+from pipette_launch.cost.pipeline.zero_bubble import named_schedule
 from pipette_launch.facts import Layout, Plan
-from pipette_launch.facts.schedule import ScheduleFile, interleaved_zero_bubble
+from pipette_launch.facts.schedule import ScheduleFile
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.processes]
 STEPS = ["--train-iters", "4", "--eval-interval", "2", "--eval-iters", "1"]
@@ -18,11 +19,11 @@ PIPELINE = Layout(pp=2, dp=1, micro_batch_size=1)
 
 
 def with_order(microbatches: int, hosts: tuple[str, ...] = (jobs.HOST,)) -> Plan:
-    """A plan for ZB-H1 with so many micro-batches; behind it the same pipeline under Megatron's own schedule."""
+    """A plan for ZB-1P of a number of micro-batches; behind it the same pipeline under Megatron's own schedule."""
     made = plan(PIPELINE, [0, 1], hosts=hosts)
-    order = ScheduleFile.of(interleaved_zero_bubble(2, 1, microbatches), checks_first_step=True)
+    order = ScheduleFile.of(named_schedule("zb-1p", pp=2, num_microbatches=microbatches), checks_first_step=True)
     return replace(
-        made, chosen=replace(made.chosen, schedule="zb-h1", order=order), alternatives=(made.chosen,), keeps_own=False
+        made, chosen=replace(made.chosen, schedule="zb-1p", order=order), alternatives=(made.chosen,), keeps_own=False
     )
 
 
@@ -45,7 +46,7 @@ def test_two_nodes_train_under_a_plans_schedule(tmp_path: Path, stock_losses: li
     done = [finish(agent) for agent in agents]
 
     assert [0, 0] == [one.code for one in done], done[0].err + done[1].err
-    assert "zb-h1" in done[0].err + done[1].err
+    assert "zb-1p" in done[0].err + done[1].err
     assert stock_losses == done[0].losses + done[1].losses
     assert "has the losses and gradients of Megatron's own schedule" in done[0].err + done[1].err
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_words import from_words, peak_live, to_words
 
-from pipette_launch.cost.pipeline.extra import SCHEDULES, named_schedule
+from pipette_launch.cost.pipeline.zero_bubble import SCHEDULES, named_schedule
 from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts import files
 from pipette_launch.facts.layout import Layout
@@ -25,11 +25,8 @@ from pipette_launch.facts.schedule import (
     Schedule,
     ScheduleFile,
     action_of,
-    eager_one_forward_one_backward,
     forward_passes,
-    grouped_split,
     interleaved,
-    interleaved_zero_bubble,
     message_to,
     no_pipelining,
     one_forward_one_backward,
@@ -53,24 +50,6 @@ def test_1f1b_of_three_stages() -> None:
     ]
 
     assert expected == to_words(one_forward_one_backward(3, 4))
-
-
-def test_zb_h1_of_three_stages() -> None:
-    """Rank r delays W by r passes, so that the cool-down has only I."""
-    expected = [
-        "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
-        "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
-        "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3",
-    ]
-
-    assert expected == [" ".join(rank) for rank in to_words(interleaved_zero_bubble(3, 1, 4))]
-
-
-@pytest.mark.parametrize(("microbatches", "group_size", "reason"), [(9, 2, "groups of 2"), (8, 0, "must be positive")])
-def test_groups_that_would_deadlock_are_refused(microbatches: int, group_size: int, reason: str) -> None:
-    """Two successive groups must fill the pipeline."""
-    with pytest.raises(LayoutError, match=reason):
-        grouped_split(8, 2, microbatches, group_size)
 
 
 def test_1f1b_with_fewer_microbatches_than_ranks() -> None:
@@ -161,9 +140,6 @@ def test_an_incomplete_schedule_is_refused(ranks: list[list[str]]) -> None:
         (one_forward_one_backward(4, 8), [4, 3, 2, 1]),
         (one_forward_one_backward(4, 2), [2, 2, 2, 1]),
         (interleaved(2, 2, 4, 2), [5, 3]),
-        (eager_one_forward_one_backward(4, 16), [7, 5, 3, 1]),
-        (interleaved_zero_bubble(4, 2, 16), [8, 8, 8, 8]),
-        (grouped_split(4, 2, 16, 2), [6, 5, 4, 3]),
     ],
 )
 def test_live_passes(schedule: Schedule, expected: list[int]) -> None:
@@ -174,7 +150,7 @@ def test_live_passes(schedule: Schedule, expected: list[int]) -> None:
 @pytest.mark.parametrize("times", [None, replace(PassTimes.equal(6), forward=(3, 1, 4, 1, 5, 9))])
 def test_a_schedule_comes_back_from_its_file(times: PassTimes | None) -> None:
     """All actions, the shape and the times survive."""
-    schedule = replace(interleaved_zero_bubble(3, 2, 6), times=times)
+    schedule = replace(named_schedule("v-half", pp=3, num_microbatches=6), times=times)
     text = files.dumps(ScheduleFile.of(schedule))
 
     assert schedule == files.loads(ScheduleFile, text, "here").schedule()
@@ -189,7 +165,7 @@ def test_a_word_that_is_no_action_is_refused(word: str) -> None:
 
 def test_actions_that_are_no_schedule_are_refused() -> None:
     """A rank without its last backward is refused."""
-    found = ScheduleFile.of(interleaved_zero_bubble(2, 1, 2))
+    found = ScheduleFile.of(named_schedule("zb-1p", pp=2, num_microbatches=2))
     short = replace(found, ranks=(found.ranks[0].rsplit(" ", 1)[0], *found.ranks[1:]))
 
     with pytest.raises(FactError, match="it needs one F, and one B or one I and one W"):
@@ -215,7 +191,7 @@ def test_times_that_are_not_those_of_one_pipeline_are_refused(changes: dict[str,
 def test_times_of_another_pipeline_are_refused() -> None:
     """A schedule of four stages needs four times of each pass."""
     with pytest.raises(FactError, match="times of 3 stages for 4"):
-        replace(interleaved_zero_bubble(2, 2, 4), times=PassTimes.equal(3))
+        replace(interleaved(2, 2, 4, 2), times=PassTimes.equal(3))
 
 
 def drawn_times(num_stages: int, rng: random.Random) -> PassTimes:
@@ -247,33 +223,22 @@ def passes_of(program: Program) -> list[Action]:
 
 @settings(max_examples=500, deadline=None)
 @given(
-    name=st.sampled_from(list(SCHEDULES)),
+    name=st.sampled_from(("1f1b", "interleaved-1f1b", *SCHEDULES)),
     pp=st.integers(2, 6),
-    vpp=st.sampled_from((1, 2, 3)),
-    microbatches=st.integers(1, 14),
-    group=st.integers(1, 7),
+    groups=st.integers(1, 3),
     seed=st.integers(0, 1 << 30),
     one_queue=st.booleans(),
 )
-def test_every_schedule_runs_over_nccl(
-    name: str, pp: int, vpp: int, microbatches: int, group: int, seed: int, one_queue: bool
-) -> None:
+def test_every_schedule_runs_over_nccl(name: str, pp: int, groups: int, seed: int, one_queue: bool) -> None:
     """Schedules run with any expected times, any real times, and any number of device queues.
 
     The stand-in for NCCL raises an error if ranks wait for each other, or if a pass runs too early.
     """
-    known = SCHEDULES[name]
-    chunks = {"one": 1, "two": 2, "several": max(vpp, 2)}[known.chunks]
-    try:
-        schedule = named_schedule(
-            name,
-            pp=pp,
-            vpp=chunks,
-            num_microbatches=microbatches,
-            group_size=group if known.has_groups else None,
-        )
-    except LayoutError:
-        return
+    microbatches = groups * pp
+    if name in SCHEDULES:
+        schedule = named_schedule(name, pp=pp, num_microbatches=microbatches)
+    else:
+        schedule = schedule_of(Layout(pp=pp, vpp=1 if name == "1f1b" else 2), microbatches)
     rng = random.Random(seed)
     times = drawn_times(schedule.num_stages, rng) if rng.random() < 0.9 else None
     found = programs(schedule.ranks, schedule.rank_S, times)
@@ -287,7 +252,7 @@ def test_every_schedule_runs_over_nccl(
 @given(pp=st.integers(2, 6), microbatches=st.integers(1, 14), seed=st.integers(0, 1 << 30))
 def test_both_ends_of_a_way_have_its_messages_in_one_order(pp: int, microbatches: int, seed: int) -> None:
     """NCCL pairs sends and receives by their order."""
-    schedule = named_schedule("v-half", pp=pp, vpp=2, num_microbatches=microbatches)
+    schedule = named_schedule("v-half", pp=pp, num_microbatches=microbatches)
     found = programs(schedule.ranks, schedule.rank_S, drawn_times(2 * pp, random.Random(seed)))
 
     for source, target in permutations(range(pp), 2):
@@ -301,9 +266,10 @@ def test_both_ends_of_a_way_have_its_messages_in_one_order(pp: int, microbatches
 def test_a_receive_is_posted_before_the_pass_that_computes_when_its_message_is_ready() -> None:
     """Rank 0 computes 0F2 while rank 1 makes the gradient of micro-batch 0. After 0F2 the receive is late."""
     times = replace(PassTimes.equal(2), forward=(9, 3))
-    schedule = named_schedule("eager-1f1b", pp=2, num_microbatches=4)
+    first = tuple(map(action_of, "0F0 0F1 0F2 0B0 0B1 0B2".split()))
+    second = tuple(map(action_of, "1F0 1B0 1F1 1B1 1F2 1B2".split()))
 
-    program = programs(schedule.ranks, schedule.rank_S, times)[0]
+    program = programs((first, second), (0, 1), times)[0]
 
     asked = program.index(Message(1, 0, is_gradient=True, stage=1, microbatch=0))
     assert Action(0, "F", 1) == program[asked + 1]
@@ -334,7 +300,7 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
 
 def test_a_turn_on_one_rank_sends_nothing() -> None:
     """In a `v`, the last rank has two successive stages, so no message is sent between them."""
-    schedule = named_schedule("v-half", pp=2, vpp=2, num_microbatches=2)
+    schedule = named_schedule("v-half", pp=2, num_microbatches=2)
     sent = {
         (message.stage, message.is_gradient)
         for program in programs(schedule.ranks, schedule.rank_S)
@@ -345,11 +311,10 @@ def test_a_turn_on_one_rank_sends_nothing() -> None:
     assert {(0, False), (2, False), (3, True), (1, True)} == sent
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half", "gis"])
+@pytest.mark.parametrize("name", ["zb-1p", "v-half"])
 def test_receives_over_gloo_come_early_in_the_order_of_their_sends(name: str) -> None:
     """Gloo pairs messages by order. Each receive is posted when the pass that makes the message starts."""
-    chunks = 2 if name in ("v-half", "gis") else 1
-    schedule = named_schedule(name, pp=4, vpp=chunks, num_microbatches=8)
+    schedule = named_schedule(name, pp=4, num_microbatches=8)
 
     early = programs(schedule.ranks, schedule.rank_S, in_streams=False)
 

@@ -7,43 +7,23 @@ C++ Programming Guide, "Streams", "Events" and the variable CUDA_DEVICE_MAX_CONN
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipette_launch.cost.pipeline.engine import StageTimes
-from pipette_launch.facts.schedule import Action, Kind, Message, PassTimes, message_from, message_of, message_to, starts
-
-Group = tuple[Message, ...]
-"""Messages between ncclGroupStart and ncclGroupEnd (torch: the operations of one `batch_isend_irecv`)."""
-Step = Action | Message | Group
+from pipette_launch.facts.schedule import Action, Kind, Message, Program, message_of, message_to
 
 
 class DeadlockError(Exception):
     """The ranks wait for each other for ever."""
 
 
-def way(message: Message) -> Hashable:
-    """A stream for each way: unbatched operations of two ranks have their own communicator, one in each process group.
-
-    Rule: pointToPoint takes the key of `getKeySendRecv` for its communicator and its stream, unless the group was bound
-    to a device at its start (`eagerInit_`).
-    """
-    return message.way
-
-
-def together(_: Message) -> Hashable:
-    """One stream for all: a process group has one communicator and one stream on a device (`getKeyFromDevice`)."""
-    return None
-
-
 @dataclass
 class _Operation:
-    """A group on the stream of one rank."""
+    """A message on its stream of one rank."""
 
     rank: int
-    group: Group
-    stream: Hashable
+    message: Message
     passes: int
     """Passes that this rank had issued before."""
     before: _Operation | None
@@ -60,7 +40,6 @@ class Pipeline:
         rank_S: the pipeline rank of each stage.
         pass_s: seconds of a pass.
         hop_s: seconds of a message.
-        stream_of: the stream of a message.
         one_queue: whether kernels of all streams pass through one queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which
             Megatron asks for before Blackwell): then each starts after all that the rank issued before has started.
 
@@ -68,19 +47,17 @@ class Pipeline:
 
     def __init__(
         self,
-        programs: Sequence[Sequence[Step]],
+        programs: Sequence[Program],
         rank_S: Sequence[int],
         pass_s: Callable[[Action], float],
         hop_s: Callable[[Message], float],
         *,
-        stream_of: Callable[[Message], Hashable] = way,
         one_queue: bool = False,
     ) -> None:
         self.programs = programs
         self.rank_S = rank_S
         self.pass_s = pass_s
         self.hop_s = hop_s
-        self.stream_of = stream_of
         self.one_queue = one_queue
         ranks = range(len(programs))
         self.pass_ends: list[list[float]] = [[] for _ in ranks]
@@ -88,7 +65,12 @@ class Pipeline:
         self.at = [0 for _ in ranks]
         self.operation_of: dict[tuple[int, Message], _Operation] = {}
         self.waiting: list[list[_Operation]] = [[] for _ in ranks]
-        self.last: list[dict[Hashable, _Operation]] = [{} for _ in ranks]
+        self.last: list[dict[tuple[int, int], _Operation]] = [{} for _ in ranks]
+        """Latest operation of each rank on the stream of each way.
+
+        Rule: unbatched operations of two ranks have their own communicator and stream, one in each process group
+        (pointToPoint takes the key of `getKeySendRecv`, unless the group was bound to a device at its start).
+        """
         self.ends: dict[Action, float] = {}
 
     def run(self) -> float:
@@ -112,29 +94,24 @@ class Pipeline:
             if isinstance(step, Action):
                 if not self._run(rank, step):
                     break
-            elif not self._post(rank, (step,) if isinstance(step, Message) else step):
+            elif not self._post(rank, step):
                 break
             self.at[rank] += 1
         return self.at[rank] > first
 
-    def _post(self, rank: int, group: Group) -> bool:
-        """Put a group on its stream. Rule: coalesced operations are one work with one event (`endCoalescing`)."""
-        stream = self.stream_of(group[0])
-        for message in group:
-            assert message.source != rank or self._is_made(message), f"{message} is sent before it is made"
-        known = self.operation_of.get((rank, group[0]))
+    def _post(self, rank: int, message: Message) -> bool:
+        """Put a message on its stream."""
+        assert message.source != rank or self._is_made(message), f"{message} is sent before it is made"
+        known = self.operation_of.get((rank, message))
         if known is None:
-            known = _Operation(rank, group, stream, len(self.pass_ends[rank]), self.last[rank].get(stream))
-            self.last[rank][stream] = known
+            known = _Operation(rank, message, len(self.pass_ends[rank]), self.last[rank].get(message.way))
+            self.last[rank][message.way] = self.operation_of[rank, message] = known
             self.waiting[rank].append(known)
-            for message in group:
-                assert (rank, message) not in self.operation_of, f"{message} is posted twice on rank {rank}"
-                self.operation_of[rank, message] = known
         # One queue: nothing behind it is issued before it has started.
         return not self.one_queue or self._start(known)
 
     def _start(self, operation: _Operation) -> bool:
-        """Start a group. Rule: groups of a stream run in order, and behind the passes issued before (`syncStream`)."""
+        """Start a message. Rule: a stream runs messages in order, after the passes issued before (`syncStream`)."""
         if operation.start_s is None:
             before_s = operation.before.end_s if operation.before else 0.0
             if before_s is None:
@@ -147,16 +124,15 @@ class Pipeline:
         return True
 
     def _travel(self, rank: int) -> bool:
-        """End the groups of a rank that have met all their peers. Rule: a group ends with its slowest member."""
+        """End the messages of a rank that have met their peers."""
         moved = False
         for operation in list(self.waiting[rank]):
             was = operation.start_s
             if not self._start(operation):
                 continue
             moved = moved or was is None
-            arrivals_s = [self._arrival_s(message) for message in operation.group]
-            if None not in arrivals_s:
-                operation.end_s = max(each for each in arrivals_s if each is not None)
+            operation.end_s = self._arrival_s(operation.message)
+            if operation.end_s is not None:
                 self.waiting[rank].remove(operation)
                 moved = True
         return moved
@@ -206,23 +182,6 @@ class Pipeline:
     def _is_made(self, message: Message) -> bool:
         kinds: tuple[Kind, ...] = ("B", "I") if message.is_gradient else ("F",)
         return any(Action(message.stage, kind, message.microbatch) in self.ends for kind in kinds)
-
-
-def batched_by_moments(ranks: Sequence[Sequence[Action]], rank_S: Sequence[int]) -> list[list[Step]]:
-    """One group of all messages of a moment where every pass takes one unit, as jobs ran until November 2026."""
-    start_of = starts(tuple(map(tuple, ranks)), rank_S, PassTimes.equal(len(rank_S)))
-    groups: list[dict[int, list[Message]]] = [defaultdict(list) for _ in ranks]
-    for action, start in start_of.items():
-        message = message_from(action, rank_S)
-        if message is not None:
-            groups[message.source][start + 1].append(message)
-            groups[message.target][start + 1].append(message)
-    found = []
-    for actions, group_at in zip(ranks, groups, strict=True):
-        timed: list[tuple[int, int, Step]] = [(start_of[action], 1, action) for action in actions]
-        timed += [(moment, 0, tuple(sorted(group))) for moment, group in group_at.items()]
-        found.append([step for *_, step in sorted(timed, key=lambda step: step[:2])])
-    return found
 
 
 def seconds_of(times: StageTimes) -> tuple[Callable[[Action], float], Callable[[Message], float]]:

@@ -16,12 +16,12 @@ def on_gpu(number: int) -> Iterator[list[int]]:
     def tag(_storage: Any) -> str:
         return f"cuda:{number}"
 
-    # torch/serialization.py, `default_restore_location`: without a map_location the storage goes to the named device.
-    # torch/storage.py, `__reduce__` and `_load_from_bytes`: pickles of tensors are loaded without one.
+    # torch/serialization.py, `default_restore_location`: the storage goes to the named device, or to the current device
+    # if no number is named. torch/storage.py, `__reduce__` and `_load_from_bytes`: pickles of tensors name a number.
     def restore(storage: Any, location: str) -> Any:
-        if not location.startswith("cuda:"):
+        if not location.startswith("cuda"):
             return None
-        restored.append(int(location.removeprefix("cuda:")))
+        restored.append(int(location.removeprefix("cuda").removeprefix(":") or number))
         return storage
 
     torch.serialization.register_package(0, tag, restore)

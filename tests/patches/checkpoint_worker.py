@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from schedules_worker import leave
 from tiny_gpt import MICRO_BATCH_SIZE, SEQ_LENGTH, batches, build, forward_step
 
-from pipette_launch.cost.pipeline.extra import named_schedule
+from pipette_launch.cost.pipeline.zero_bubble import named_schedule
 from pipette_launch.facts import files
 from pipette_launch.facts.schedule import ScheduleFile
 
@@ -86,7 +86,7 @@ def main() -> None:
     parts = []
     for number, name in enumerate(names):
         if name:
-            made = named_schedule(name, pp=PP, vpp=options["vpp"] or 1, num_microbatches=MICROBATCHES)
+            made = named_schedule(name, pp=PP, num_microbatches=MICROBATCHES)
             path = folder / f"{number}-{dist.get_rank()}.json"
             files.write(path, ScheduleFile.of(made))
             os.environ["PIPETTE_SCHEDULE"] = str(path)

@@ -26,7 +26,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from tiny_gpt import MICRO_BATCH_SIZE, SEQ_LENGTH, batches, build, forward_step, global_name
 
-from pipette_launch.cost.pipeline.extra import named_schedule
+from pipette_launch.cost.pipeline.zero_bubble import named_schedule
 from pipette_launch.facts import files
 from pipette_launch.facts.schedule import PassTimes, ScheduleFile
 from pipette_patches.schedules import executor, patch
@@ -75,7 +75,7 @@ def train(options: dict[str, Any]) -> tuple[list[float], Gradients, int]:
         run(forward_only=True)
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    with metered("cpu") as meter:
+    with metered() as meter:
         run(forward_only=False)
     leave()
     return losses, gradients, meter.peak
@@ -160,11 +160,7 @@ def compare(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Run one case both ways; our schedule is written to the path."""
     theirs = {name: value for name, value in options.items() if name not in OURS}
     stock_losses, stock_gradients, stock_bytes = stock(json.dumps(theirs, sort_keys=True))
-    known = options["schedule"]
-    made = named_schedule(
-        known["name"], pp=options["pp"], vpp=options.get("vpp") or 1, num_microbatches=options["microbatches"],
-        **{key: value for key, value in known.items() if key != "name"},
-    )  # fmt: skip
+    made = named_schedule(options["schedule"]["name"], pp=options["pp"], num_microbatches=options["microbatches"])
     made = replace(made, times=PassTimes.equal(made.num_stages))
     files.write(path, ScheduleFile.of(made, checks_first_step=options.get("checks_first_step", False)))
     os.environ["PIPETTE_SCHEDULE"] = str(path)

@@ -19,7 +19,7 @@ from benchmarks.netlab.suite.prediction import Pair, mean_error, spearman
 from benchmarks.netlab.system import LabError
 from benchmarks.rivals.pick import torchrun_order
 from pipette_launch.cost.learned import CorrectedPredictor
-from pipette_launch.cost.pipeline.extra import SCHEDULES, named_schedule
+from pipette_launch.cost.pipeline.zero_bubble import SCHEDULES, named_schedule
 from pipette_launch.facts import Layout, Provenance, files
 from pipette_launch.facts.schedule import Schedule, ScheduleFile
 from pipette_launch.search.candidates import SearchInputs
@@ -32,29 +32,18 @@ MICRO_BATCH = 1
 """As many sequences as there are hosts: the bubble is long, and no smaller micro-batch makes it shorter."""
 LIMIT = 0.95
 """The part of the memory of 1F1B without recompute that a device has in the second table."""
-FOLDED = ("v-zb", "v-half", "v-min", "1f1b-v")
+FOLDED = ("v-zb", "v-half", "v-min")
 ITERATIONS, SKIP = 8, 3
 ROUNDS = 3
 BUDGET_S = 40.0
 SEED = 19
-RUNS: tuple[tuple[str, int, int | None, bool], ...] = (
-    ("1f1b", 1, None, True),
-    ("1f1b", 1, None, False),
-    ("eager-1f1b", 1, None, False),
-    ("zb-h1", 1, None, False),
-    ("zb-1p", 1, None, False),
-    ("zb-2p", 1, None, False),
-    ("interleaved-1f1b", 2, None, True),
-    ("interleaved-1f1b", 2, None, False),
-    ("interleaved-zb", 2, None, False),
-    ("gis", 2, 4, False),
-    ("gis", 2, 2, False),
-    ("v-zb", 2, None, False),
-    ("v-half", 2, None, False),
-    ("v-min", 2, None, False),
-    ("1f1b-v", 2, None, False),
+RUNS: tuple[tuple[str, int], ...] = (
+    ("1f1b", 1),
+    ("interleaved-1f1b", 2),
+    ("zb-1p", 1),
+    *((name, 2) for name in FOLDED),
 )
-"""Schedule, chunks on each rank, group size, and whether Megatron itself runs it."""
+"""Schedule, and chunks on each rank."""
 
 MEGATRONS = ", Megatron's"
 
@@ -129,24 +118,20 @@ def _runs(case: Case) -> list[Run]:
     """Make each schedule for the times that the warm-up measured, and price it."""
     found = []
     placement = torchrun_order(NUM_HOSTS)
-    for name, vpp, group_size, is_megatrons in RUNS:
+    for name, vpp in RUNS:
         layout = Layout(pp=NUM_HOSTS, vpp=vpp, micro_batch_size=MICRO_BATCH)
         schedule = None
-        if not is_megatrons:
-            known = SCHEDULES[name]
+        if name in SCHEDULES:
             schedule = named_schedule(
                 name,
                 pp=layout.pp,
-                vpp=vpp,
                 num_microbatches=layout.num_microbatches(case.job.batch.global_batch_size),
-                group_size=group_size,
-                times=case.predictor.stage_times(layout, placement) if known.by_times or known.refills else None,
+                times=case.predictor.stage_times(layout, placement),
             )
         made = case.contender("", layout, placement)
-        group = f", groups of {group_size}" if group_size else ""
         found.append(
             Run(
-                name=f"{name}{group}{MEGATRONS if is_megatrons else ''}",
+                name=f"{name}{'' if schedule else MEGATRONS}",
                 layout=layout,
                 placement=placement,
                 words=made.words,
@@ -216,7 +201,7 @@ def _lines(runs: Sequence[Run], stock_s: float, rounds: int) -> Iterator[str]:
     yield (
         f"{' '.join(MODEL)} --micro-batch-size {MICRO_BATCH}: {NUM_HOSTS} pipeline ranks on the network "
         f"{TOPOLOGY!r}, one on each host; {rounds} rounds of {ITERATIONS} iterations in changing order, {SKIP} not "
-        f"counted. Under the patch `schedules` messages pass while ranks compute, also those of 1F1B."
+        f"counted."
     )
     yield ""
     yield "| schedule | chunks | predicted ms | measured ms | error | times as fast as Megatron's 1F1B |"

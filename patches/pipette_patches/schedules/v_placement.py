@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import inspect
 import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.serialization import default_restore_location
 
 from pipette_patches.replacements import Replacement, in_module, instead, wrapping
 
 SECOND = 1
 """`vp_stage` of the second chunk of a rank, in which the fold goes from the last rank back to rank 0."""
-ALIGNMENT = 16
-"""Packed tensors begin at multiples of this number of bytes, so that torch can view the bytes as wider elements."""
 _TRAINING = "megatron.training"
 _LAST_STAGE_USERS = (
     "megatron.core.pipeline_parallel.utils",
@@ -148,81 +146,22 @@ REPLACEMENTS = (
 def carry(results: Any, group: Any, source: int) -> Any:
     """Move results from one pipeline rank to the last rank. The last rank returns the results, other ranks return None.
 
-    Tensors travel as bytes to the receiver's own GPU. torch would pickle a CUDA tensor with the number of its device
-    and restore it on this device (torch/serialization.py, `_deserialize`), which inside a host is the sender's GPU.
-    Only the last rank waits for its device, because it needs the number of bytes before it can receive them.
-
-    Only the rank `source` of the pipeline's `group` reads `results`, which pickle must accept.
+    Only the rank `source` of the pipeline's `group` reads `results`, which torch must be able to save. Tensors on a GPU
+    arrive on the receiver's own GPU. (A pickled CUDA tensor would return to the number of the sender's device.)
     """
-    device = torch.cuda.current_device()
     peers, rank, last = dist.get_process_group_ranks(group), group.rank(), group.size() - 1
-
-    def exchange(work: Callable[..., Any], tensor: torch.Tensor, peer: int) -> torch.Tensor:
-        # Messages are not batched, because the first batch of a group over NCCL needs all ranks of the group (torch,
-        # `batch_isend_irecv`).
-        work(tensor, peers[peer], group).wait()
-        return tensor
-
     if rank == source:
-        content, num_pickled = pack(results, device)
-        sizes = content.numel().to_bytes(8, "little") + num_pickled.to_bytes(8, "little")
-        exchange(dist.isend, _on(device, sizes), last)
-        exchange(dist.isend, content, last)
+        content = io.BytesIO()
+        torch.save(results, content)
+        dist.send_object_list([content.getvalue()], peers[last], group)
     elif rank == last:
-        sizes = exchange(dist.irecv, torch.empty(16, dtype=torch.uint8, device=device), source).cpu().numpy().tobytes()
-        num_bytes, num_pickled = (int.from_bytes(each, "little") for each in (sizes[:8], sizes[8:]))
-        content = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return unpack(exchange(dist.irecv, content, source), num_pickled)
+        received: list[Any] = [None]
+        dist.recv_object_list(received, peers[source], group)
+        return torch.load(io.BytesIO(received[0]), map_location=_on_own_device, weights_only=False)
     return None
 
 
-def pack(results: Any, device: Any) -> tuple[torch.Tensor, int]:
-    """Return results as bytes on a device, first tensors, then a pickle, and the length of the pickle."""
-    pickled = io.BytesIO()
-    packer = _Packer(pickled, device)
-    packer.dump(results)
-    return torch.cat([*packer.parts, _on(device, pickled.getvalue())]), pickled.tell()
-
-
-def unpack(content: torch.Tensor, num_pickled: int) -> Any:
-    """Return the results that `pack` received. Tensors are views of `content`; GPU tensors stay on the device."""
-    num_tensors = content.numel() - num_pickled
-    return _Unpacker(io.BytesIO(content[num_tensors:].cpu().numpy().tobytes()), content).load()
-
-
-_Place = tuple[int, int, torch.dtype, tuple[int, ...], bool]
-"""A packed tensor: first byte, byte after the last, type, shape, and True if the tensor belongs on the CPU."""
-
-
-class _Packer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, device: Any) -> None:
-        super().__init__(file)
-        self.parts: list[torch.Tensor] = []
-        self._device = device
-        self._num_bytes = 0
-        self._padding = _on(device, bytes(ALIGNMENT))
-
-    def persistent_id(self, obj: Any) -> _Place | None:
-        if not isinstance(obj, torch.Tensor):
-            return None
-        there = obj.detach().to(self._device, non_blocking=True).contiguous()
-        first, end = self._num_bytes, self._num_bytes + there.nbytes
-        self.parts += [there.reshape(-1).view(torch.uint8), self._padding[: -end % ALIGNMENT]]
-        self._num_bytes = end + -end % ALIGNMENT
-        return first, end, obj.dtype, tuple(obj.shape), obj.is_cpu
-
-
-class _Unpacker(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, content: torch.Tensor) -> None:
-        super().__init__(file)
-        self._content = content
-
-    def persistent_load(self, pid: _Place) -> torch.Tensor:
-        first, end, dtype, shape, is_on_cpu = pid
-        tensor = self._content[first:end].view(dtype).view(shape)
-        return tensor.cpu() if is_on_cpu else tensor
-
-
-def _on(device: Any, content: bytes) -> torch.Tensor:
-    """Copy bytes to a device without waiting for its queued work."""
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device, non_blocking=True)
+def _on_own_device(storage: Any, location: str) -> Any:
+    # Without a number, torch restores a storage on the current device.
+    here = "cuda" if location.startswith("cuda") else location
+    return default_restore_location(storage, here)  # type: ignore[no-untyped-call]

@@ -90,11 +90,6 @@ class Timeline:
         """Seconds from the start of the first forward to the end of the last backward."""
         return max(ends[-1] for ends in self.end_s)
 
-    @property
-    def span_s_P(self) -> tuple[float, ...]:
-        """Seconds from the start of each rank's first action to the end of its last action."""
-        return tuple(ends[-1] - starts[0] for starts, ends in zip(self.start_s, self.end_s, strict=True))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Order:

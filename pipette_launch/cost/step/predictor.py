@@ -20,7 +20,7 @@ from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers.parameters import sharding_of
 from pipette_launch.cost.layers.passes import Collective
 from pipette_launch.cost.pipeline.engine import Engine, StageTimes
-from pipette_launch.cost.pipeline.extra import StreamEngine
+from pipette_launch.cost.pipeline.streams import StreamEngine
 from pipette_launch.cost.step.assemble import LAUNCHING, StepTime, stage_times, step_parts, totals_s_K
 from pipette_launch.cost.step.work import LayoutWork, Prices, once_a_step
 from pipette_launch.errors import PlanError

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from search.worlds import on_gpus
 
 from pipette_launch.cost.communication.exchanges import Groups
-from pipette_launch.cost.pipeline.extra import named_schedule
+from pipette_launch.cost.pipeline.zero_bubble import named_schedule
 from pipette_launch.cost.step.predictor import WHOLE_LAYERS, Predictor, launching_notes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import (
@@ -519,7 +519,7 @@ def test_on_gpus_a_schedule_is_priced_by_the_order_of_its_messages() -> None:
     planned = job(4, own=layout)
     times = PassTimes.equal(4)
     wrong = replace(times, forward=(1, 100, 1, 100), input=(100, 1, 100, 1))
-    schedule = named_schedule("zb-h1", pp=4, num_microbatches=16)
+    schedule = named_schedule("zb-1p", pp=4, num_microbatches=16)
     step_s: dict[str, list[float]] = {}
     for kind, cluster in (("cpu", tiny_cluster(4, 1)), ("cuda", on_gpus(tiny_cluster(4, 1)))):
         predictor = Predictor(planned, measurements(cluster))

@@ -16,8 +16,8 @@ FOLDED = {"vpp": 2, "layers": 8, "named_weights": True}
 @pytest.mark.parametrize(
     ("names", "options"),
     [
-        (["", "v-half", "interleaved-zb", ""], {**FOLDED, "tied": True}),
-        (["v-min", "gis", ""], {**FOLDED, "distributed_optimizer": True}),
+        (["", "v-half", "v-zb", ""], {**FOLDED, "tied": True}),
+        (["v-min", "v-half", ""], {**FOLDED, "distributed_optimizer": True}),
     ],
     ids=["tied", "distributed optimizer"],
 )

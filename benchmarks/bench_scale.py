@@ -39,8 +39,10 @@ from benchmarks.telling import processor
 from pipette_launch import defaults
 from pipette_launch.agent import membership, peers
 from pipette_launch.agent import store as agent_store
+from pipette_launch.agent.first_meeting import MeetingPlace
 from pipette_launch.agent.membership import Membership
 from pipette_launch.agent.phases import FirstIteration
+from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.agent.signature import Signer
 from pipette_launch.agent.store import await_all, say_goodbye
 from pipette_launch.agent.warmup import Warmup
@@ -237,14 +239,19 @@ class Agent:
         self.record = record(self.index)
         self.membership = Membership(self.record.token, HERE, -1, signer=Signer(SECRET))
         self.decision: Decision | None = None
-        self.membership.join(store, self.index, self.size)
+        settings = RendezvousSettings(
+            endpoint=f"{HERE}:29400",
+            node_rank=-1,
+            may_host_store=self.index == 0,
+            least_nodes=self.size,
+            most_nodes=self.size,
+        )
+        self.membership.join(MeetingPlace(store, settings, holds_store=self.index == 0))
 
     def meet(self) -> None:
         """Meet the other agents, and receive their decision."""
         decide: Any = self.coordinator and self.coordinator.decide
-        self.decision, self.round = self.membership.meet(
-            self.record, self.decision, decide=decide, is_awaited=lambda: False
-        )
+        self.decision, self.round = self.membership.meet(self.record, self.decision, decide=decide)
         self.iteration = FirstIteration(self.round, proven=False)
         self.start()
         self.process = SimpleNamespace(pid=0, code=None)
@@ -361,7 +368,7 @@ def first(
         mine_s = time.monotonic() - began_s
         barrier.wait()
         after = os.times()
-        desk.value = agent.membership._server.port
+        desk.value = agent.membership.server.port
         decision = agent.decision
         if name == "meet" and isinstance(decision, RunWarmup):
             order = files.loads(WarmupOrder, decision.order, "order")
@@ -369,7 +376,7 @@ def first(
         text = files.dumps(decision) if decision else ""
         results.put({
             "first": name, "first_s": mine_s, "cpu_s": after.user + after.system - before.user - before.system,
-            "files": len(list(Path("/proc/self/fd").iterdir())), "ports": [agent.membership._server.port, store.port],
+            "files": len(list(Path("/proc/self/fd").iterdir())), "ports": [agent.membership.server.port, store.port],
             "answer_s": slowest_s.value, "decision": len(text), "phase": decision.phase if decision else "",
         })  # fmt: skip
     results.put({"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024})
@@ -596,7 +603,7 @@ def conditions(known: dict[tuple[str, int], Any]) -> str:
 REMARKS = f"""**Measured**: a real first agent with the product's coordinator, search and store, and all messages of all
 agents, each with a store and connections of its own. **Played**: the other agents share {PLAYERS} processes, decode
 equal texts once in each process, wait up to {HAND_ON_S:g} s for an agent that hands a text on (the product waits
-{defaults.HAND_ON_S:g} s for each), and look for no lost agents. **Not run**: torch's rendezvous (`bench_rendezvous`),
+{defaults.HAND_ON_S:g} s for each), and look for no lost agents. **Not run**:
 workers, measuring, and a network. **Extrapolated**: rows that say so, by the growth of the measured rows.
 
 The first agent and the played agents share the cores. So seconds of the clock are too long, and most of them are the

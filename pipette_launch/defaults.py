@@ -59,16 +59,14 @@ REPORTED_RANKS_PER_S = 4096.0
 # The rendezvous: torch's own limits are in `agent/rendezvous.py`.
 NAME_S = Deadline(5.0, "the name service to find the host of the rendezvous", "the launcher tries again")
 CONNECT_S = Deadline(3.0, "one connection to the store of the rendezvous", "the launcher tries again")
-ANSWER_S = Deadline(1.0, "one call of torch's rendezvous", "the launcher calls again")
-STORE_ANSWER_S = Deadline(2.0, "the store to list the missing nodes", "the line about missing nodes has no names")
-PLACES_S = Deadline(90.0, "torch's rendezvous to number the nodes", "the launcher ends")
-HOST_GONE_S = Deadline(60.0, "any answer of the host of the rendezvous", "the launcher ends")
 SCONTROL_S = Deadline(5.0, "an answer of scontrol", "switches and device lists count as unknown")
 
 # Agents.
 HOST_SILENCE_S = Deadline(6.0, "any answer of another launcher", "its host counts as lost")
 FIRST_ANSWER_S = Deadline(
-    15.0, "the first answer of another launcher, whose store may wait for a name service", "its host counts as lost"
+    15.0,
+    "the store of the rendezvous, or the first answer of another launcher, which may wait for a name service",
+    "its host counts as lost",
 )
 HAND_ON_S = Deadline(2.0, "another launcher to hand on the plan", "the first launcher sends the plan")
 PROBE_S = Deadline(0.5, "one connection to a launcher that is missing at a meeting", "the next attempt")

@@ -76,18 +76,17 @@ def seconds(phase: str, *, last: bool = False) -> float:
     return max(row[last] * (HOSTS / 2048) ** row[2 + last] for row in found)
 
 
-# Phases that scale.md does not have, with 4,096 hosts on the same machine: the first launcher reads reports of 8
-# workers each and names the cause (0.5 s); torch numbers the nodes (0.4 s).
-REPORTS_READ_S, NUMBERED_S = 0.5, 0.4
+# A phase that scale.md does not have, with 4,096 hosts on the same machine: the first launcher reads reports of 8
+# workers each and names the cause.
+REPORTS_READ_S = 0.5
 WORKERS_END_S = END_S + MEMORY_FREE_S
 LOCAL = (
-    "NAME_S CONNECT_S ANSWER_S STORE_ANSWER_S HOST_GONE_S HOST_SILENCE_S FIRST_ANSWER_S HAND_ON_S PROBE_S PROOF_S "
+    "NAME_S CONNECT_S HOST_SILENCE_S FIRST_ANSWER_S HAND_ON_S PROBE_S PROOF_S "
     "NEWS_S SCONTROL_S RECIPE_S END_S STOPPED_S SIGNALLED_S MEMORY_FREE_S FILES_S SIGN_S HUNG_S "
     "PASS_S ADVISER_START_S"
 ).split()
 """Waits for one process, one connection or one program, whose length does not depend on the number of hosts."""
 OF_ALL_HOSTS = {
-    "PLACES_S": (0.0, NUMBERED_S),
     # At a meeting the other launchers end their workers, and then send their records.
     "PEER_WAIT_S": (WORKERS_END_S, seconds("meet")),
     "GOODBYE_S": (0.0, seconds("end")),

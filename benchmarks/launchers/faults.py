@@ -12,13 +12,13 @@ from typing import Literal
 
 from benchmarks.launchers.job import Job
 from benchmarks.launchers.network import ZONES
+from pipette_launch.agent.rendezvous import LAST_CALL_S
 from pipette_launch.defaults import (
     END_S,
+    FIRST_ANSWER_S,
     GOODBYE_S,
-    HOST_GONE_S,
     HOST_SILENCE_S,
     NEWS_S,
-    PLACES_S,
     PROBE_S,
     PROOF_S,
     SEARCH_BUDGET_S,
@@ -76,7 +76,7 @@ class Case:
     def limit_s(self) -> float:
         """Return the longest time from the injection to the last new worker, or to the end of the job."""
         if self.phase == "rendezvous":
-            return (PLACES_S if self.goes_on is None else HOST_GONE_S) + ENDS_S
+            return (LAST_CALL_S if self.goes_on is None else FIRST_ANSWER_S) + ENDS_S
         if self.how == "nothing" or not self.goes_on:
             return FOUND_S[self.how] + ENDS_S
         measures_s = START_S if self.phase in ("measure", "plan") else 0.0

@@ -11,17 +11,20 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, SignalException
 
-from pipette_launch.agent import rendezvous, rendezvous_handler, signals, workers
-from pipette_launch.agent.membership import LEFT_OUT, Membership, Rejoin
+from pipette_launch.agent import signals, workers
+from pipette_launch.agent.first_meeting import MeetingPlace
+from pipette_launch.agent.membership import LeftOut, Membership
 from pipette_launch.agent.phases import Attempt, FirstIteration, PhaseBeforeTraining
+from pipette_launch.agent.rendezvous import Rendezvous, RendezvousSettings
 from pipette_launch.agent.signature import Signer
 from pipette_launch.agent.store import RoundOver, RoundStore, await_all, open_store, say_goodbye
 from pipette_launch.agent.streams import NoLogs, Streams, WatchedLogs
@@ -50,20 +53,17 @@ class PipetteAgent(LocalElasticAgent):
         logs_specs: LogsSpecs,
         *args: Any,
         controller: NodeController,
-        rendezvous_settings: rendezvous.RendezvousSettings,
+        rendezvous_settings: RendezvousSettings,
+        place: MeetingPlace,
         termination: signals.Termination,
         signer: Signer,
         **kwargs: Any,
     ) -> None:
-        # If TORCH_ELASTIC_WORKER_IDENTICAL is set, torch assigns ranks without asking the nodes.
-        os.environ.pop("TORCH_ELASTIC_WORKER_IDENTICAL", None)
-        self._handler = rendezvous_handler.AgentStoreHandler(
-            spec.rdzv_handler, rendezvous_settings, is_round_over=self._is_round_over
-        )
-        spec.rdzv_handler = self._handler
         super().__init__(spec, logs_specs, *args, **kwargs)
+        assert isinstance(spec.rdzv_handler, Rendezvous)
+        spec.rdzv_handler.is_round_over = self._is_round_over
         self._controller = controller
-        self._rendezvous_settings = rendezvous_settings
+        self._place = place
         self._termination = termination
         self._user_logs = logs_specs
         self._base_environment = dict(os.environ)
@@ -91,7 +91,12 @@ class PipetteAgent(LocalElasticAgent):
             script, num_slots=spec.local_world_size, address=self._address, interruption=SignalException
         )
         self._membership = Membership(
-            self._token, self._address, rendezvous_settings.node_rank, spec.role, signer=signer
+            self._token,
+            self._address,
+            rendezvous_settings.node_rank,
+            spec.role,
+            name=spec.local_addr or "",
+            signer=signer,
         )
 
     @property
@@ -101,27 +106,20 @@ class PipetteAgent(LocalElasticAgent):
 
     # -- the round ------------------------------------------------------------------------------------------------
 
-    def _assign_worker_ranks(
-        self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
-    ) -> list[Worker]:
-        assign = super()._assign_worker_ranks
-        return rendezvous_handler.first_meeting(
-            lambda: assign(store, group_rank, group_world_size, spec),
-            lambda: self._membership.join(store, group_rank, group_world_size),
-        )
-
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         has_met, self._is_same_round = self._is_same_round, False
         while not has_met:
+            # torchrun's events of a rendezvous are those of the start of a job.
+            timed = nullcontext if self._membership.has_joined else self.record_duration
             if not self._membership.has_joined:
-                super()._rendezvous(worker_group)
+                with timed("RENDEZVOUS"):
+                    self._membership.join(self._place)
             try:
-                self._decision, self._round_store = self._meet()
+                with timed("ASSIGN_WORKER_RANKS"):
+                    self._decision, self._round_store = self._meet()
                 has_met = True
-            except Rejoin as rejoin:
-                if str(rejoin) == LEFT_OUT:  # The other nodes went on, so this agent's last decision is outdated.
-                    self._decision, self._attempt = None, Attempt()
-        self._handler.renew(self._membership.renewed_ranks())
+            except LeftOut:  # The other nodes went on, so this agent's last decision is outdated.
+                self._decision, self._attempt = None, Attempt()
         self._apply(worker_group)
 
     def _meet(self) -> tuple[Decision, RoundStore]:
@@ -130,12 +128,7 @@ class PipetteAgent(LocalElasticAgent):
         if ended == "none" and self._first_iteration is not None and self._first_iteration.has_trained():
             ended = "after-first-iteration"
         record = self._controller.record(attempt=last.index, verdict=ended, failure=last.failure)
-        met = self._membership.meet(
-            record,
-            self._decision,
-            decide=self._controller.decide,
-            is_awaited=lambda: self._handler.num_nodes_joining() > 0,
-        )
+        met = self._membership.meet(record, self._decision, decide=self._controller.decide)
         self._attempt = Attempt(index=last.index)
         return met
 
@@ -159,6 +152,7 @@ class PipetteAgent(LocalElasticAgent):
             for local, one in enumerate(self._bindings)
         ]
         # Under static rendezvous the decision orders agents by --node-rank: torch promises GROUP_RANK == --node-rank.
+        worker_group.store = self._membership.server
         worker_group.group_rank = decision.place_of(self._token)
         worker_group.group_world_size = len(decision.tokens)
         key, self._store_of_phase = f"store/{decision.key}", None
@@ -311,11 +305,9 @@ class PipetteAgent(LocalElasticAgent):
             # Read the output again: workers that got a signal may have printed more, as about a saved checkpoint.
             self._drop_logs(patience_s=SIGNALLED_S if signalled else None)
             if self._round_store is not None and not signalled:
-                if self._rendezvous_settings.is_client:
-                    # After the last goodbye, the host of torch's rendezvous is gone, and torch would print a warning.
-                    self._handler.shutdown()
-                holds_store = self._round_store.is_coordinator or self._rendezvous_settings.may_host_store
-                say_goodbye(self._round_store, holds_store=holds_store)
+                if self._round_store.is_coordinator:
+                    self._place.end()
+                say_goodbye(self._round_store, holds_store=self._round_store.is_coordinator)
         return result
 
     def _invoke_run(self, *args: Any, **kwargs: Any) -> RunResult:

@@ -15,13 +15,11 @@ import psutil
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import api as multiprocessing
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.rendezvous import registry
-from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher
 
-from pipette_launch.agent import rendezvous, rendezvous_handler, signals, signature, workers
+from pipette_launch.agent import endpoint, rendezvous, signals, signature, workers
 from pipette_launch.agent.elastic import PipetteAgent
-from pipette_launch.errors import ClusterError, UsageError
+from pipette_launch.agent.first_meeting import MeetingPlace
 from pipette_launch.launch.cache import default_root
 from pipette_launch.launch.metrics import MetricsFile
 from pipette_launch.launch.node_controller import FileWriter, NodeController, PrivateFolder
@@ -75,15 +73,15 @@ def run(
     the user's secret; None if the user has no home folder.
     """
     drop_shared_monitor(os.environ, num_workers=torchrun.determine_local_world_size(args.nproc_per_node))
-    is_tcp = args.rdzv_backend in ("static", "c10d") and not rendezvous.is_file(args)
-    if is_tcp and not rendezvous.becomes_standalone(args):
-        rendezvous_handler.await_name(rendezvous.endpoint_of(args), patience_s=rendezvous.connect_seconds(args))
-    rendezvous_handler.note_unknown_address(args.local_addr)
-    conf = str(args.rdzv_conf or "")
-    settings = rendezvous.settle(args, advice=advice)
+    if not rendezvous.becomes_standalone(args):
+        endpoint.await_name(rendezvous.endpoint_of(args), patience_s=rendezvous.connect_seconds(args))
+    endpoint.note_unknown_address(args.local_addr)
+    settings = rendezvous.settings_of(args, advice=advice)
     allow_connections(settings.most_nodes, torchrun.determine_local_world_size(args.nproc_per_node))
-    rendezvous_handler.await_store(settings)
     signer = signature.find(secret_folder, os.environ, most_nodes=settings.most_nodes)
+    store, holds_store = endpoint.open_store(settings)
+    place = MeetingPlace(store, settings, holds_store=holds_store)
+    rendezvous.take_over(args, settings)
     controller = make_controller(settings)
     agent: PipetteAgent | None = None
     termination = signals.Termination()
@@ -95,6 +93,7 @@ def run(
             **more,
             controller=controller,
             rendezvous_settings=settings,
+            place=place,
             termination=termination,
             signer=signer,
         )
@@ -105,7 +104,6 @@ def run(
         signals.passed_on(lambda: bool(agent and agent.is_training), lambda: _workers(agent) if agent else None),
         _in_place_of(multiprocessing, "_terminate_process_handler", termination.handle),
         _in_place_of(launcher, "LocalElasticAgent", make_agent),
-        _in_place_of(registry, "get_rendezvous_handler", _explaining(registry.get_rendezvous_handler, settings, conf)),
     ):
         try:
             torchrun.run(args)  # type: ignore[no-untyped-call]
@@ -150,25 +148,6 @@ def _workers(agent: PipetteAgent) -> set[int] | None:
         return None
     # The id of an ended worker may belong to another process by now.
     return set(context.pids().values()) & {child.pid for child in psutil.Process().children()}
-
-
-def _explaining(make: Callable[[Any], Any], settings: rendezvous.RendezvousSettings, conf: str) -> Callable[[Any], Any]:
-    """Wrap torch's function that opens a rendezvous, so that torch's errors become sentences for the user."""
-
-    def made(parameters: Any) -> Any:
-        try:
-            return make(parameters)
-        except RendezvousError as error:
-            raise ClusterError(rendezvous_handler.explained(error, settings)) from error
-        except (ValueError, ImportError) as error:
-            words = f"--rdzv-backend {parameters.backend}"
-            if "not registered" in str(error):
-                words = f"{words}: torch has no such rendezvous; give c10d (the script itself chooses nccl or gloo)"
-            else:
-                words = f"{words} --rdzv-conf {conf}: {error}" if conf else f"{words}: {error}"
-            raise UsageError(words) from error
-
-    return made
 
 
 @contextmanager

@@ -1,17 +1,19 @@
-"""Meetings of agents after torch's first rendezvous, to find lost agents and cut links, and to share one decision."""
+"""Meetings of agents, at the start and after each failure: find lost agents and cut links, and share one decision."""
 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import time
-import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 from torch.distributed import Store
 
+from pipette_launch.agent.first_meeting import MeetingPlace
 from pipette_launch.agent.peers import (
     GONE,
     MOST_KEPT,
@@ -38,10 +40,17 @@ from pipette_launch.agent.store import (
 from pipette_launch.defaults import FIRST_ANSWER_S, HAND_ON_S, HOST_SILENCE_S, PEER_WAIT_S, PROBE_S, PROOF_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
-from pipette_launch.facts.messages import Arrival, Decision, Member, Members, NodeRecord, best_left_out, read_decision
+from pipette_launch.facts.messages import (
+    Arrival,
+    Decision,
+    Invitation,
+    Member,
+    Members,
+    NodeRecord,
+    best_left_out,
+    read_decision,
+)
 
-REJOIN = "rejoin"
-"""Answer that sends all agents through torch's rendezvous again, because another node waits in torch's rendezvous."""
 PARTED = "parted: "
 """First word of the answer to agents whose part of a divided network must end; the reason follows."""
 REFUSING = "it refuses connections, as a firewall may do"
@@ -50,34 +59,50 @@ LEFT_OUT = "left out"
 
 MOST_AT_ONCE = 256
 """Most agents that an agent tries to reach at the same time."""
-RENEWERS = 4
-"""Number of agents that renew all agents in torch's list of nodes. If one of them is lost, the next meeting is soon."""
 
 Decide: TypeAlias = "Callable[[Sequence[NodeRecord], Decision | None, Mapping[str, str]], Decision]"
 
 logger = logging.getLogger(__name__)
 
 
-class Rejoin(Exception):  # noqa: N818
-    """The agent has to go through torch's rendezvous again."""
+class LeftOut(Exception):  # noqa: N818
+    """The job goes on without this agent, or its leader was lost before this agent took part."""
 
 
 class Membership:
     """One agent's knowledge of all agents of its job."""
 
     def __init__(
-        self, token: str, address: str, node_rank: int, role: str = "default", *, signer: Signer | None = None
+        self,
+        token: str,
+        address: str,
+        node_rank: int,
+        role: str = "default",
+        *,
+        name: str = "",
+        signer: Signer | None = None,
     ) -> None:
-        """Open this agent's store at `address`, by which other nodes reach this node."""
-        self._server = open_store(address)
-        port = self._server.port
-        self._own = Member(token=token, address=address, port=port, node_rank=node_rank, role=role)
+        """Open this agent's store at `address`, by which other nodes reach this node.
+
+        `name` is --local-addr, if it was given.
+        """
+        self.server = open_store(address)
+        self._own = Member(
+            token=token,
+            address=address,
+            port=self.server.port,
+            node_rank=node_rank,
+            role=role,
+            name=name or socket.getfqdn(),
+            pid=os.getpid(),
+        )
         self._signer = signer or Signer()
-        self._desk = AgentStore(self._server, "pipette", is_own=True, signer=self._signer)
+        self._desk = AgentStore(self.server, "pipette", limit_s=None, signer=self._signer)
         """Store where other agents announce their arrival while this agent leads the meeting."""
         self._members: tuple[Member, ...] = ()
-        self._torch_ranks: dict[str, int] = {}
-        """Rank of each agent in torch's rendezvous, by token."""
+        self._place: MeetingPlace | None = None
+        self._num_arrived = 0
+        """Largest number of an introduction at the meeting place that a meeting has considered."""
         self._lost: dict[str, str] = {}
         """Reasons why members are believed lost, by token. The next meeting does not wait for lost members."""
         self._left: set[str] = set()
@@ -100,54 +125,50 @@ class Membership:
         self._past: set[str] = set()
         """Names of all rounds that this agent has been in, which never come again."""
 
-    def join(self, store: Store, group_rank: int, group_size: int) -> None:
-        """Exchange addresses with the agents of torch's rendezvous, through its store."""
+    def join(self, place: MeetingPlace) -> None:
+        """Come into the job: find the leader of the next meeting, or become the leader of the first meeting.
+
+        Raises ClusterError if the nodes cannot meet, or this node cannot take part.
+        """
         # An old list of members would make other agents believe that this agent was left out.
         self._desk.drop("round")
-        met = AgentStore(store, "pipette", is_own=True, num_nodes=group_size)
-        # These texts have no signatures: each introduction has a proof, which decides whether later texts are signed.
-        met.put(f"member/{group_rank}", files.dumps(self._signer.introduced(self._own)))
-        if group_rank == 0:
-            texts = [
-                met.take(f"member/{rank}", what=f"the address of node {rank}", deadline_s=PEER_WAIT_S)
-                for rank in range(group_size)
-            ]
-            found = [files.loads(Member, text, f"address of node {rank}") for rank, text in enumerate(texts)]
-            is_signed = self._signer.is_on or all(map(self._signer.is_proven, found))
-            if group_size > 1 and not is_signed:
-                logger.warning("%s", self._signer.why_unsigned(found))
-            met.put("members", files.dumps(Members(generation="", members=tuple(found), is_signed=is_signed)))
-            met.put("joined", uuid.uuid4().hex)
-        name = met.take("joined", what="the list of nodes", deadline_s=PEER_WAIT_S)
-        parent = parent_of(group_rank)
-        where = files.loads(Member, met.peek(f"member/{parent}") or "", f"address of node {parent}")
-        reader = Reader(self._server, name, group_rank, lambda: connected(where, within_s=HAND_ON_S))
-        known = files.loads(Members, reader.read("members", met), "list of nodes")
-        self._torch_ranks = {member.token: rank for rank, member in enumerate(known.members)}
-        admitted = self._signer.admitted(known.members, is_signed=known.is_signed) if known.members else ()
-        self._members = tuple(replace(member, proof="") for member in admitted)
-        if self._own not in self._members:
-            raise ClusterError("the first node's list of nodes is without this node, so this node cannot take part")
-        if min(member.node_rank for member in self._members) >= 0:
-            # A static rendezvous promises the order of --node-rank, but torch's group ranks follow the addresses.
-            self._members = tuple(sorted(self._members, key=lambda member: member.node_rank))
+        self._place = place
         self._lost, self._left, self._refusing = {}, set(), set()
-        self._leader, self._leader_store = None, None
+        self._leader, self._leader_store, self._round_store = None, None, None
+        introduced = self._signer.introduced(self._own)
+        if place.arrive(introduced):
+            self._members = self._first_members(place, introduced)
+            return
+        invitation = place.await_invitation()
+        self._signer.admitted((invitation.leader,), is_signed=invitation.is_signed)
+        self._members = (replace(invitation.leader, proof=""), self._own)
+
+    def _first_members(self, place: MeetingPlace, introduced: Member) -> tuple[Member, ...]:
+        """Wait for the nodes of the first meeting, and invite them; return them, this agent first."""
+        there = place.gather(introduced)
+        found = tuple(there.values())
+        is_signed = self._signer.is_on or all(map(self._signer.is_proven, found))
+        if len(found) > 1 and not is_signed:
+            logger.warning("%s", self._signer.why_unsigned(found))
+        try:
+            admitted = self._signer.admitted(found, is_signed=is_signed)
+        except ClusterError as error:
+            place.refuse(str(error))
+            raise
+        others = [number for number, member in there.items() if member != introduced]
+        place.invite(others, Invitation(leader=introduced, is_signed=is_signed))
+        self._num_arrived = max(others, default=0)
+        return tuple(replace(member, proof="") for member in admitted)
 
     @property
     def has_joined(self) -> bool:
-        """True if the agents meet without torch's rendezvous."""
+        """True if this agent knows the leader of the next meeting."""
         return bool(self._members)
 
     def with_own_role(self, tokens: Sequence[str]) -> tuple[str, ...]:
         """Return the tokens of the agents whose workers have the same `--role` as this agent's workers."""
         own = {member.token for member in self._members if member.role == self._own.role}
         return tuple(token for token in tokens if token in own)
-
-    def renewed_ranks(self) -> frozenset[int]:
-        """Return the torch ranks that this agent renews: all ranks for a few agents, and none for the others."""
-        renews = self._own in self._members[:RENEWERS]
-        return frozenset(self._torch_ranks[member.token] for member in self._members if renews)
 
     def leave_behind(self, tokens: Sequence[str], why: str) -> None:
         """Mark agents as lost, so that the next meeting does not wait for these agents."""
@@ -159,15 +180,12 @@ class Membership:
             self._round_store.say(f"left/{self._own.token}", why)
             self._round_store.say("alarm", why)
 
-    def meet(
-        self, record: NodeRecord, held: Decision | None, *, decide: Decide, is_awaited: Callable[[], bool]
-    ) -> tuple[Decision, RoundStore]:
+    def meet(self, record: NodeRecord, held: Decision | None, *, decide: Decide) -> tuple[Decision, RoundStore]:
         """Meet the other agents; return the decision for all agents, and the store of the new round.
 
         `held` is this node's decision of the last round. Only the first agent calls `decide`, with all nodes and the
-        reasons why hosts are lost. Only the first agent calls `is_awaited`, which returns True if another node waits in
-        torch's rendezvous. Raises Rejoin if all agents go through torch's rendezvous again, or the other agents went on
-        without this agent. Raises ClusterError if too few agents can be reached.
+        reasons why hosts are lost. Raises LeftOut if the other agents went on without this agent, which then has to
+        join again. Raises ClusterError if too few agents can be reached.
         """
         self._stop_watching()
         self._num_meetings += 1
@@ -177,13 +195,15 @@ class Membership:
         while True:
             leader = next(member for member in self._members if member.token not in self._lost)
             if leader == self._own:
-                return self._lead(record, held, decide, is_awaited)
+                return self._lead(record, held, decide)
             try:
                 if leader == self._leader and self._leader_store is not None and self._round_store is not None:
                     # If the leader did not answer during the round, this check avoids a second wait for the leader.
                     self._round_store.check_is_there()
                 return self._follow(leader, record, held)
             except StoreGone as error:
+                if self._round_store is None:
+                    self._leave_first_leader(leader, error)
                 known, self._leader_store = self._leader_store, None
                 if known is not None and str(error) == BROKEN:
                     # Perhaps only the connection to the leader broke, so open a new connection.
@@ -191,6 +211,19 @@ class Membership:
                 logger.warning("the agent at %s no longer decides: %s", leader.address, error)
                 self._lost[leader.token] = str(error)
                 self._pass_over_unreachable()
+
+    def _leave_first_leader(self, leader: Member, error: StoreGone) -> NoReturn:
+        """Go back to the meeting place if the leader is gone: this agent knows no other agent that could lead."""
+        self._members = ()
+        if GONE not in str(error) and str(error) != BROKEN:
+            raise ClusterError(
+                f"this node does not reach the first node, {leader.address} port {leader.port}: {error}; the network "
+                f"must let each node connect to all ports of the others"
+            ) from error
+        logger.warning(
+            "the agent at %s is gone before this node took part; waiting for another meeting", leader.address
+        )
+        raise LeftOut(str(error)) from error
 
     def _pass_over_unreachable(self) -> None:
         """Mark the next leaders as lost if they are out of reach. More at a time, because a network may be cut."""
@@ -207,7 +240,7 @@ class Membership:
 
     def _follow(self, leader: Member, record: NodeRecord, held: Decision | None) -> tuple[Decision, RoundStore]:
         store = self._store_of(leader)
-        desk = AgentStore(store, "pipette", is_own=False, signer=self._signer)
+        desk = AgentStore(store, "pipette", limit_s=HOST_SILENCE_S, signer=self._signer)
         if self._round_store is not None and leader == self._leader:
             # Call the first agent to the meeting, because it may not know why a meeting is needed.
             desk.put(f"{self._round_store.generation}/alarm", "a meeting")
@@ -222,15 +255,15 @@ class Membership:
         answer = self._answer(leader, desk)
         if answer.startswith(PARTED):
             raise ClusterError(answer.removeprefix(PARTED))
-        if answer in (REJOIN, LEFT_OUT):
+        if answer == LEFT_OUT:
             # Delete this agent's arrival, so that no later meeting takes it for a new arrival.
             desk.drop(f"arrival/{self._own.token}")
             self._members = ()
-            raise Rejoin(answer)
-        generation, place, size, token = answer.split()
-        parent = next((member for member in self._members if member.token == token), leader)
+            raise LeftOut(answer)
+        generation, place, size, address, port = answer.split()
+        parent = replace(leader, address=address, port=int(port))
         reader = Reader(
-            self._server,
+            self.server,
             generation,
             int(place),
             lambda: connected(parent, within_s=HAND_ON_S),
@@ -265,10 +298,10 @@ class Membership:
             raise StoreGone(f"its agent does not answer ({error})") from error
 
     def _answer(self, leader: Member, desk: AgentStore) -> str:
-        """Wait for the leader's answer: `REJOIN`, `LEFT_OUT`, `PARTED` with a reason, or the text of `answers_of`."""
+        """Wait for the leader's answer: `LEFT_OUT`, `PARTED` with a reason, or the text of `answers_of`."""
         # The first agent waits PEER_WAIT_S for other agents, and may then search for a plan.
         ends_s = time.monotonic() + 2 * PEER_WAIT_S
-        pauses_s = growing_pauses(len(self._members))
+        pauses_s = growing_pauses(self._place.most_nodes if self._place else 1)
         key = f"answer/{self._own.token}/{self._num_meetings}"
         reported: frozenset[str] = frozenset()
         while True:
@@ -296,23 +329,24 @@ class Membership:
 
     # -- this agent decides ---------------------------------------------------------------------------------------
 
-    def _lead(
-        self, record: NodeRecord, held: Decision | None, decide: Decide, is_awaited: Callable[[], bool]
-    ) -> tuple[Decision, RoundStore]:
+    def _lead(self, record: NodeRecord, held: Decision | None, decide: Decide) -> tuple[Decision, RoundStore]:
         if self._round_store is not None and self._leader == self._own:
             self._round_store.put("alarm", "a meeting")
-        arrivals = self._gather()
+        arrivals = self._gather(self._members)
         if why := self._proved_parted(len(arrivals)):
             self._answer_all(arrivals, dict.fromkeys(arrivals, f"{PARTED}{why}"))
             time.sleep(PROOF_S)  # Other agents read the answer in this agent's store, which ends with this agent.
             raise ClusterError(why)
-        if self._leader is not None and is_awaited():
-            self._answer_all(arrivals, dict.fromkeys(arrivals, REJOIN))
-            self._members = ()
-            raise Rejoin(REJOIN)
         self._check_reach([member for member in self._members if member.token in arrivals])
+        # A new agent must not find the last round, because it would believe that it was left out.
+        self._desk.put("round", "")
         here = tuple(member for member in self._members if member == self._own or member.token in arrivals)
-        records = [record if member == self._own else arrivals[member.token].record for member in here]
+        if self._leader is not None:
+            newcomers = self._invited(here)
+            arrivals |= self._gather(newcomers, patience_s=HOST_SILENCE_S)
+            here += tuple(member for member in newcomers if member.token in arrivals)
+        in_order = sorted(here, key=lambda member: member.order)
+        records = [record if member == self._own else arrivals[member.token].record for member in in_order]
         held = held or next((read_decision(one.held, "an arrival") for one in arrivals.values() if one.held), None)
         missed = {token: arrival.out_of_reach for token, arrival in arrivals.items()}
         missed[self._own.token] = tuple(self._out_of_reach)
@@ -321,9 +355,14 @@ class Membership:
         standby = [node.token for node in held.standby] if held else []
         lost = held.by_host(self._lost | out_of_reach(here, cut, standby=standby)) if held else {}
         decision = decide(records, held, lost)
-        known = Members(generation=f"{self._own.token[:8]}-{self._num_meetings}", members=here, cut=cut)
+        known = Members(
+            generation=f"{self._own.token[:8]}-{self._num_meetings}",
+            members=(self._own, *(member for member in here if member != self._own)),
+            cut=cut,
+            num_arrived=self._num_arrived,
+        )
         round_store = RoundStore(
-            self._server,
+            self.server,
             len(here),
             is_coordinator=True,
             generation=known.generation,
@@ -332,20 +371,37 @@ class Membership:
         )
         round_store.put("decision", files.dumps(decision))
         round_store.put("members", files.dumps(known))
-        self._desk.put("round", "")
         self._answer_all(arrivals, answers_of(known, self._own))
         self._desk.put("round", known.generation)
+        if self._place is not None:
+            self._place.start([*decision.names.values()])
         self._leader, self._leader_store = self._own, None
         return decision, self._begin(known, round_store)
 
-    def _gather(self) -> dict[str, Arrival]:
+    def _invited(self, here: Sequence[Member]) -> tuple[Member, ...]:
+        """Invite agents that came to the meeting place since the last meeting, and return them."""
+        if self._place is None:
+            return ()
+        found, last = self._place.newcomers(self._num_arrived)
+        tokens = {member.token for member in here}
+        # An agent that was left out before has come again, under a new number.
+        numbers = {member.token: number for number, member in found.items() if member.token not in tokens}
+        fresh = sorted(numbers.values())
+        invited = fresh[: max(self._place.most_nodes - len(here), 0)]
+        self._num_arrived = min([last, *(number - 1 for number in fresh if number not in invited)])
+        self._place.invite(invited, Invitation(leader=self._signer.introduced(self._own), is_signed=self._signer.is_on))
+        # An agent without the secret refuses the invitation itself.
+        admitted = self._signer.admitted([found[number] for number in invited], is_signed=self._signer.is_on)
+        return tuple(replace(member, proof="") for member in admitted)
+
+    def _gather(self, members: Sequence[Member], *, patience_s: float = PEER_WAIT_S) -> dict[str, Arrival]:
         """Wait until each other agent has come or is known to be lost; return the arrivals by token."""
         arrivals: dict[str, Arrival] = {}
         missed_s: dict[str, float] = {}
         began_s = time.monotonic()
         probed_s = began_s - PROBE_S
         for pause_s in growing_pauses():
-            awaited = [one for one in self._members if one != self._own and one.token not in arrivals]
+            awaited = [one for one in members if one != self._own and one.token not in arrivals]
             for member in awaited:
                 if (text := self._desk.peek(f"arrival/{member.token}")) is not None:
                     self._desk.drop(f"arrival/{member.token}")
@@ -359,7 +415,7 @@ class Membership:
             if not missing:
                 break
             now_s = time.monotonic()
-            if now_s - began_s > PEER_WAIT_S:
+            if now_s - began_s > patience_s:
                 self.leave_behind([member.token for member in missing], "its agent does not answer")
             elif now_s - probed_s > PROBE_S:
                 probed_s = now_s
@@ -452,7 +508,7 @@ class Membership:
     # -- the round ------------------------------------------------------------------------------------------------
 
     def _begin(self, known: Members, round_store: RoundStore) -> RoundStore:
-        self._members = known.members
+        self._members, self._num_arrived = known.members, known.num_arrived
         self._lost, self._left, self._refusing = {}, set(), set()
         self._past.add(known.generation)
         self._out_of_reach |= {token for pair in known.cut if self._own.token in pair for token in pair}
@@ -501,11 +557,15 @@ class Membership:
 
 
 def answers_of(known: Members, leader: Member) -> dict[str, str]:
-    """Return the leader's answer to each agent of a round: the round, the agent's place, the size, and the parent."""
+    """Return the leader's answer to each agent of a round: the round, the agent's place, the size, and the parent.
+
+    The parent is the address and port of the agent that hands long texts on.
+    """
     order = (leader, *(member for member in known.members if member != leader))
+    parents = [order[parent_of(place)] for place in range(len(order))]
     return {
-        member.token: f"{known.generation} {place} {len(order)} {order[parent_of(place)].token}"
-        for place, member in enumerate(order)
+        member.token: f"{known.generation} {place} {len(order)} {parent.address} {parent.port}"
+        for place, (member, parent) in enumerate(zip(order, parents, strict=True))
     }
 
 

@@ -168,8 +168,9 @@ class PeerWatch(LostFinder):
                 self._has_answer.set()
         except TimeoutError:
             return SILENT
-        except (OSError, RuntimeError):
-            # The connection may have failed by a fault of this process, for example too many open files.
+        except (OSError, RuntimeError, ValueError):
+            # The connection may have failed by a fault of this process, for example too many open files. A new round
+            # may have closed it (ValueError).
             return why_unreachable(peer, timeout_s=HOST_SILENCE_S)
         return ""
 

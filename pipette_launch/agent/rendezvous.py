@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import socket
+import uuid
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch.distributed.elastic.rendezvous.utils import (
-    _matches_machine_hostname,
-    _parse_rendezvous_config,
-    parse_rendezvous_endpoint,
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_min_max_nnodes
 
 from pipette_launch.errors import UsageError
-from pipette_launch.facts.messages import Member
 from pipette_launch.launch import addresses
 
 TRUE_WORDS = ("1", "true", "t", "yes", "y")
@@ -24,12 +26,12 @@ FALSE_WORDS = ("0", "false", "f", "no", "n")
 STATIC_PORT = 29500
 C10D_PORT = 29400
 """Default ports of torch's static and c10d rendezvous."""
-STATIC_JOIN_S, STATIC_READ_S = 900, 300
-"""Seconds for which torch's static rendezvous waits for the nodes and the store, and for each answer of the store."""
-C10D_JOIN_S, C10D_READ_S = 600, 60
-"""Default seconds that torch's c10d rendezvous waits for the nodes, and for its store."""
-KEEP_ALIVE_S, CROWD = 5, 20_000
-"""torch's default seconds between two renewals of a node, and squared number of nodes for which these grow by 1 s."""
+STATIC_JOIN_S = 900
+"""Default seconds that torch's static rendezvous waits for the nodes, and for its store."""
+C10D_JOIN_S, C10D_READ_S, LAST_CALL_S = 600, 60, 30
+"""Default seconds that torch's c10d rendezvous waits for the nodes, for its store, and after MIN nodes of --nnodes."""
+STYLES = ("c10d", "static")
+"""Values of --rdzv-backend by which nodes can meet."""
 ADDRESS, ENDPOINT = "--master-addr", "--rdzv-endpoint"
 
 
@@ -48,19 +50,20 @@ def becomes_standalone(args: Namespace) -> bool:
     return bool(args.standalone) or (is_static and not args.rdzv_endpoint and args.master_port is None and nodes == "1")
 
 
-def is_file(args: Namespace) -> bool:
-    """True if the endpoint is the path of a file (--rdzv-conf store_type=file)."""
-    return bool(args.rdzv_backend == "c10d" and conf_of(args).get("store_type", "").lower() == "file")
-
-
 def conf_of(args: Namespace) -> dict[str, str]:
-    """Return --rdzv-conf as torchrun reads it."""
-    return dict(_parse_rendezvous_config(args.rdzv_conf or ""))
+    """Return --rdzv-conf as torchrun reads it; raises UsageError if it is no list of NAME=VALUE."""
+    found = {}
+    for part in filter(None, str(args.rdzv_conf or "").strip().split(",")):
+        name, _, value = (word.strip() for word in part.partition("="))
+        if not (name and value):
+            raise UsageError(f"--rdzv-conf {args.rdzv_conf}: {part!r} is not NAME=VALUE")
+        found[name] = value
+    return found
 
 
 def endpoint_of(args: Namespace) -> Endpoint:
     """Return the endpoint of the rendezvous; raise UsageError if torch would refuse its host or port."""
-    if becomes_standalone(args) or is_file(args):
+    if becomes_standalone(args):
         return Endpoint("localhost", 0, ENDPOINT)
     flag, text = ENDPOINT, str(args.rdzv_endpoint or "")
     if args.rdzv_backend == "static" and not text:
@@ -74,7 +77,7 @@ def endpoint_of(args: Namespace) -> Endpoint:
 
 
 def connect_seconds(args: Namespace) -> int:
-    """Return the seconds for which torch tries to reach the store of the rendezvous."""
+    """Return the seconds for which this node tries to reach the store of the rendezvous."""
     is_static = args.rdzv_backend == "static"
     return _whole_seconds(args, *(("timeout", STATIC_JOIN_S) if is_static else ("read_timeout", C10D_READ_S)))
 
@@ -92,10 +95,12 @@ def check_meeting(args: Namespace, *, advice: str = "") -> None:
 
     `advice` ends an error about too many launchers: it names the SLURM setting that may start several launchers.
     """
-    try:
-        _parse_rendezvous_config(args.rdzv_conf or "")
-    except ValueError as error:
-        raise UsageError(f"--rdzv-conf {args.rdzv_conf}: {error}") from error
+    if not args.standalone and (args.rdzv_backend not in STYLES or conf_of(args).get("store_type", "tcp") != "tcp"):
+        given = f"--rdzv-backend {args.rdzv_backend}" if args.rdzv_backend not in STYLES else "--rdzv-conf store_type"
+        raise UsageError(
+            f"{given}: the nodes meet in a TCP store only; give --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
+            f"(the script itself chooses nccl or gloo)"
+        )
     at = endpoint_of(args)
     connect_seconds(args)
     host = conf_of(args).get("is_host", "true")
@@ -114,7 +119,7 @@ def check_meeting(args: Namespace, *, advice: str = "") -> None:
         raise UsageError(
             f"--standalone is a job of one node, and --nnodes {args.nnodes} needs {least}; give one of them"
         )
-    if at.port == 0 and least > 1 and not is_file(args):
+    if at.port == 0 and least > 1:
         raise UsageError(
             f"{at.flag} with port 0 takes any free port, which the other nodes of --nnodes {args.nnodes} cannot know; "
             f"give a port"
@@ -140,11 +145,15 @@ class RendezvousSettings:
     is_here: bool = True
     """True if the endpoint's host is this machine."""
     is_client: bool = False
-    """True if torch connects to a store of another process."""
+    """True if this agent connects to a store of another process."""
+    must_host: bool = False
+    """True if only this agent may hold the store, by --node-rank 0 or --rdzv-conf is_host=true."""
     connect_s: float = C10D_READ_S
-    """Seconds for which torch tries to reach the store."""
+    """Seconds for which this agent tries to reach the store."""
     join_s: float = C10D_JOIN_S
-    """Seconds for which torch waits for the nodes."""
+    """Seconds for which agents wait for MIN nodes of --nnodes."""
+    last_call_s: float = LAST_CALL_S
+    """Seconds for which agents wait for further nodes after MIN nodes of --nnodes came."""
     advice: str = ""
     """Last words of an error about too many launchers, if SLURM may have started the launchers; else empty."""
 
@@ -153,69 +162,95 @@ class RendezvousSettings:
         """Host and port of the rendezvous."""
         return parse_rendezvous_endpoint(self.endpoint, default_port=C10D_PORT)
 
-    def store_elsewhere(self) -> Member | None:
-        """Return the address of torch's c10d store; None if this agent may hold the store."""
-        host, port = self.host_and_port
-        if self.may_host_store or not port:
-            return None
-        return Member(token="rendezvous", address=host, port=port, node_rank=-1)  # noqa: S106  a name, no secret
-
     def own_address(self) -> str:
         """Return the address by which other nodes reach this node."""
         return addresses.own_address(*self.host_and_port)
 
 
-def settle(args: Namespace, *, advice: str = "") -> RendezvousSettings:
-    """Write torch's guesses into `args` as explicit flags, and return the settings of this node.
+def settings_of(args: Namespace, *, advice: str = "") -> RendezvousSettings:
+    """Return the settings of the rendezvous on this node.
 
-    A static rendezvous cannot form a second round and reuses its keys at each restart. For this reason a static
-    rendezvous runs as c10d with the store on node 0, and agents are ordered by --node-rank.
+    A static rendezvous runs as c10d with the store on node 0, and agents are ordered by --node-rank.
     """
-    at, node_rank, connect_s = endpoint_of(args), -1, connect_seconds(args)
-    if args.rdzv_backend == "static" and not becomes_standalone(args):
-        node_rank = int(args.node_rank)
-        args.rdzv_endpoint = args.rdzv_endpoint or f"{args.master_addr}:{at.port}"
-        args.rdzv_backend = "c10d"
-        # Static waits for all nodes even if MIN is lower, and torch warns about a node rank under c10d.
-        args.nnodes, args.node_rank = args.nnodes.split(":")[-1], 0
-        _set(args, is_host=str(node_rank == 0).lower(), join_timeout=connect_s, read_timeout=STATIC_READ_S)
-    try:
-        torchs_guess: bool | None = _matches_machine_hostname(at.host)
-    except (OSError, UnicodeError):  # The name of this machine has no address.
-        torchs_guess = None
-    here = torchs_guess or addresses.is_here(at.host)
-    is_tcp = args.rdzv_backend == "c10d" and not args.standalone and not is_file(args)
-    if is_tcp and torchs_guess != here:
-        # Set is_host only if torch would guess wrongly, because torch retries as a client after a right guess. The port
-        # is in use if another agent of this machine was faster.
-        _set(args, is_host=str(here and addresses.can_bind(at.port)).lower())
-    given = conf_of(args).get("is_host")
-    is_host = here and addresses.can_bind(at.port) if given is None else given.lower() in TRUE_WORDS
-    if is_file(args):
-        endpoint = f"{socket.gethostname()}:0"  # A store in a file counts as a store of this host.
-    else:
-        endpoint = f"{at.host}:{at.port}" if args.standalone or not args.rdzv_endpoint else str(args.rdzv_endpoint)
+    at, given = endpoint_of(args), conf_of(args).get("is_host")
     least, most = parse_min_max_nnodes(args.nnodes)
-    if args.rdzv_backend == "c10d" and most**2 // CROWD > KEEP_ALIVE_S:
-        # Until all nodes have come, each node rewrites the list of all nodes at every interval.
-        _set(args, keep_alive_interval=most**2 // CROWD)
+    here = addresses.is_here(at.host)
+    node_rank, join_s = -1, _whole_seconds(args, "join_timeout", C10D_JOIN_S)
+    if args.rdzv_backend == "static" and not becomes_standalone(args):
+        # Static waits for all nodes even if MIN is lower.
+        node_rank, least, join_s = (
+            int(args.node_rank),
+            most,
+            _whole_seconds(args, "join_timeout", connect_seconds(args)),
+        )
+        given = given or str(node_rank == 0)
+    is_host = here and addresses.can_bind(at.port) if given is None else given.lower() in TRUE_WORDS
     return RendezvousSettings(
-        endpoint=endpoint,
+        endpoint=f"{at.host}:{at.port}" if becomes_standalone(args) or not args.rdzv_endpoint else args.rdzv_endpoint,
         node_rank=node_rank,
         may_host_store=node_rank == 0 or (node_rank < 0 and here),
         least_nodes=least,
         most_nodes=most,
-        run_id=str(args.rdzv_id),
+        run_id=str(uuid.uuid4()) if becomes_standalone(args) else str(args.rdzv_id),
         flag=at.flag,
         is_here=here,
-        is_client=is_tcp and not is_host,
-        connect_s=connect_s,
-        join_s=_whole_seconds(args, "join_timeout", C10D_JOIN_S),
+        is_client=not is_host,
+        must_host=is_host and given is not None,
+        connect_s=connect_seconds(args),
+        join_s=join_s,
+        last_call_s=_whole_seconds(args, "last_call_timeout", LAST_CALL_S),
         advice=advice,
     )
 
 
-def _set(args: Namespace, **settings: object) -> None:
-    """Add settings to --rdzv-conf, but keep the user's settings."""
-    given = conf_of(args)
-    args.rdzv_conf = ",".join(f"{name}={value}" for name, value in {**given, **settings, **given}.items())
+def take_over(args: Namespace, settings: RendezvousSettings) -> None:
+    """Let torchrun open Pipette's rendezvous, under a name that torch's own backends do not have."""
+    rendezvous_handler_registry.register(Rendezvous.BACKEND, Rendezvous)
+    args.standalone = False
+    args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = Rendezvous.BACKEND, settings.endpoint, settings.run_id
+    # torch warns about a node rank under other backends than static.
+    args.nnodes, args.node_rank = f"{settings.least_nodes}:{settings.most_nodes}", 0
+
+
+class Rendezvous(RendezvousHandler):
+    """What torch's launcher requires of a rendezvous. Pipette's agents meet by themselves."""
+
+    BACKEND = "pipette"
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        """Take the settings of torch's launcher."""
+        self._run_id = parameters.run_id
+        self.is_round_over: Callable[[], bool] = bool
+        """Returns True if the agents have to meet."""
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True, because the agent of RANK 0 hosts the workers' store in every phase."""
+        return True
+
+    def get_backend(self) -> str:
+        """Return the name that torchrun's registry compares, and that its events have."""
+        return self.BACKEND
+
+    def get_run_id(self) -> str:
+        """Return --rdzv-id."""
+        return self._run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Never called."""
+        raise NotImplementedError
+
+    def is_closed(self) -> bool:
+        """Return False: the agents end a job by themselves."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 1 if the agents have to meet, so that torch's loop restarts; else 0, even if new nodes wait."""
+        return int(self.is_round_over())
+
+    def shutdown(self) -> bool:
+        """Do nothing."""
+        return True

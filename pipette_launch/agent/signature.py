@@ -78,8 +78,9 @@ class Signer:
         not have the secret of the others, or an agent lacks a secret that the user gave.
         """
         unproven = [member for member in members if not self.is_proven(member)]
-        if self._source and unproven and not self.is_on:
-            raise ClusterError(f"not all nodes have the secret of {self._source}: {_named(unproven)} differs; {CURE}")
+        if self._source and not self.is_on and (unproven or not is_signed):
+            others = _named(unproven) or "another node"
+            raise ClusterError(f"not all nodes have the secret of {self._source}: {others} differs; {CURE}")
         if is_signed and not self.is_on:
             if members[0] in unproven:
                 raise ClusterError(

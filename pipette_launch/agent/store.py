@@ -116,29 +116,29 @@ class AgentStore:
     """
 
     def __init__(
-        self, store: Store, prefix: str, *, is_own: bool, num_nodes: int = 1, signer: Signer | None = None
+        self, store: Store, prefix: str, *, limit_s: float | None, num_nodes: int = 1, signer: Signer | None = None
     ) -> None:
-        """Use a store; `is_own` is true if this process holds the store, so that the store always answers.
+        """Use a store; `limit_s` is the longest wait for an answer, None if this process holds the store.
 
         `num_nodes` is the number of nodes that wait for the same keys. Without a `signer`, texts are never signed.
         """
         self._signer = signer or Signer()
         self._store = store
         self._prefix = prefix
-        self._is_own = is_own
+        self._limit_s = limit_s
         self._num_nodes = num_nodes
         self.gone = ""
         """Reason why the agent that holds the store is believed gone; empty while the store answers."""
 
     def _call(self, do: Callable[[], Answer]) -> Answer:
-        if self._is_own:
+        if self._limit_s is None:
             return do()
         # After one call without an answer, each further call would wait until its deadline too.
         self.check_is_there()
         try:
-            return within(HOST_SILENCE_S, do)
+            return within(self._limit_s, do)
         except (TimeoutError, RuntimeError) as error:
-            self.gone = f"silent for {HOST_SILENCE_S:.0f} s" if isinstance(error, TimeoutError) else BROKEN
+            self.gone = f"silent for {self._limit_s:.0f} s" if isinstance(error, TimeoutError) else BROKEN
             raise StoreGone(self.gone) from error
 
     def check_is_there(self) -> None:
@@ -270,7 +270,8 @@ class RoundStore(AgentStore):
         `find_lost` returns which agent is gone and why, or "". `reader` reads long texts; None if the agent leads.
         """
         prefix = f"pipette/{generation}"
-        super().__init__(store, prefix, is_own=is_coordinator, num_nodes=group_size, signer=signer)
+        limit_s = None if is_coordinator else HOST_SILENCE_S
+        super().__init__(store, prefix, limit_s=limit_s, num_nodes=group_size, signer=signer)
         self.generation = generation
         self.group_size = group_size
         self.is_coordinator = is_coordinator
@@ -326,7 +327,7 @@ class Reader:
     ) -> None:
         """Take this agent's store, the unique name of the round, and the agent's place; connect to the parent later."""
         self._prefix, self._connect = f"pipette/{name}", connect
-        self._own = AgentStore(own, self._prefix, is_own=True, signer=signer)
+        self._own = AgentStore(own, self._prefix, limit_s=None, signer=signer)
         self._parent: AgentStore | None = None
         self._patience_s = patience_s(place)
         """Longest wait (s) for the parent; 0 = read in the first agent's store, as after a failure of the parent."""
@@ -365,8 +366,8 @@ class Reader:
         return []
 
     def _look(self, key: str, ends_s: float) -> list[bytes]:
-        # This thread may wait for the parent, so it calls the store as the owner of a store does.
-        parent = self._parent = self._parent or AgentStore(self._connect(), self._prefix, is_own=True)
+        # Only this thread waits for the parent, and `_from_parent` limits the wait.
+        parent = self._parent = self._parent or AgentStore(self._connect(), self._prefix, limit_s=None)
         pauses_s = growing_pauses()
         while not parent.exists(key):
             if time.monotonic() > ends_s:

@@ -437,27 +437,47 @@ class Member:
     """Value of `--node-rank` under static rendezvous, otherwise -1."""
     role: str = "default"
     """Value of `--role`. Workers of different roles have a ROLE_RANK in their own role."""
+    name: str = ""
+    """Host name or `--local-addr`. torchrun orders nodes by name and process id."""
+    pid: int = 0
     proof: str = ""
-    """Proof in an introduction that the agent has the job's secret; empty in all later lists of agents."""
+    """Proof in an introduction that the agent has the job's secret; empty in all lists of agents."""
 
     def __post_init__(self) -> None:
         if not 0 < self.port < 1 << 16:
             raise FactError(f"port must be from 1 to 65535, got {self.port}")
 
+    @property
+    def order(self) -> tuple[int, str, int]:
+        """Key by which torchrun orders nodes: --node-rank, else name and process id."""
+        return self.node_rank, self.name, self.pid
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Members:
-    """Agents of a round in torchrun's order. The first agent decides, and has the key-value store of the round."""
+    """Agents of a round. The first agent decides and has the key-value store of the round; the next one succeeds it."""
 
     KIND: ClassVar[str] = "members"
 
     generation: str
-    """Name of the round. The name is empty before the first round."""
+    """Name of the round."""
     members: tuple[Member, ...]
     cut: tuple[tuple[str, str], ...] = ()
     """Pairs of agents, by token, that cannot reach each other."""
-    is_signed: bool = False
-    """True in the first list of agents if the first agent found that all of them have its secret."""
+    num_arrived: int = 0
+    """Largest number of an introduction that this or an earlier meeting has considered."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Invitation:
+    """Message to an agent that has introduced itself: it may come to a meeting."""
+
+    KIND: ClassVar[str] = "invitation"
+
+    leader: Member
+    """Agent that leads the meeting."""
+    is_signed: bool
+    """True if the leader found that all agents of the job have its secret."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,10 +51,7 @@ def loopback_of(host: str) -> str:
     """Return the loopback address that a host name or an address means on this machine; empty for other hosts."""
     if is_loopback(host):
         return host
-    try:
-        found = [str(info[4][0]) for info in socket.getaddrinfo(host, None)]
-    except (OSError, UnicodeError):
-        return ""
+    found = sorted(_found(host))
     return found[0] if found and all(map(is_loopback, found)) else ""
 
 
@@ -63,7 +60,13 @@ def is_here(host: str) -> bool:
     if is_loopback(host) or host in (socket.gethostname(), socket.getfqdn()):
         return True
     own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    # Behind address translation, the address of this machine's name is on no interface.
+    return bool(_found(host) & (own | _found(socket.gethostname())))
+
+
+def _found(host: str) -> set[str]:
+    """Return the addresses of a host name; empty if it has none."""
     try:
-        return any(info[4][0] in own for info in socket.getaddrinfo(host, None))
+        return {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):
-        return False
+        return set()

@@ -21,7 +21,6 @@ from torch.distributed.run import get_args_parser
 
 from pipette_launch.agent import job, trial
 from pipette_launch.agent.rendezvous import RendezvousSettings
-from pipette_launch.agent.rendezvous_handler import AgentStoreHandler
 from pipette_launch.agent.signals import end_at_once
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
 from pipette_launch.facts.messages import (
@@ -227,17 +226,6 @@ def signal_at_start(ready: Path) -> None:
     multiprocessing.get_subprocess_handler = start
 
 
-def close_late(after_s: float) -> None:
-    """Let this launcher close torch's rendezvous late."""
-    stock = AgentStoreHandler.shutdown
-
-    def shutdown(handler: AgentStoreHandler) -> bool:
-        time.sleep(after_s)
-        return stock(handler)
-
-    AgentStoreHandler.shutdown = shutdown  # type: ignore[method-assign]
-
-
 def main() -> None:
     """Run one agent; it ends as the launcher does."""
     # Then a test can ask a process that hangs for its stacks.
@@ -246,8 +234,6 @@ def main() -> None:
     if "signal_when" in table:
         signal_at_start(Path(table["signal_when"]))
     args = get_args_parser().parse_args(sys.argv[2:])
-    if "close_late_s" in table and args.node_rank > 0:
-        close_late(table["close_late_s"])
     try:
         # The folder of the test stands for the home folder that all nodes have in common.
         folder = Path(os.environ["OUT"])

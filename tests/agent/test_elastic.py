@@ -360,18 +360,6 @@ def test_static_rendezvous_keeps_its_order(tmp_path: Path) -> None:
     ]
 
 
-def test_a_job_that_ends_well_ends_without_a_warning_of_torch(tmp_path: Path) -> None:
-    """The host of torch's rendezvous leaves only after the other nodes have closed the rendezvous."""
-    flags = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    table = {"close_late_s": 2.0}
-    agents = [start(tmp_path, table, ALONE, *flags, f"--node-rank={rank}", is_warm=True) for rank in range(2)]
-
-    codes, text = finish(*agents)
-
-    assert [0, 0] == codes, text
-    assert "failed to shutdown" not in text
-
-
 def test_what_a_killed_worker_had_started_ends_with_it(tmp_path: Path) -> None:
     """A process that saves checkpoints, for one, would hold memory and devices through the next start."""
     script = (

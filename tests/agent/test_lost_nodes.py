@@ -19,11 +19,10 @@ from agent.test_elastic import ALONE, finish, free_port, start, two_nodes
 from agent.test_phases import await_files, await_store, ends
 from facts_for_tests import nodes
 from torch.distributed import HashStore
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from pipette_launch.agent import store as agent_store
 from pipette_launch.agent.elastic import PipetteAgent
-from pipette_launch.agent.membership import LEFT_OUT, REJOIN, Rejoin
+from pipette_launch.agent.membership import LeftOut
 from pipette_launch.agent.phases import Attempt
 from pipette_launch.agent.store import RoundOver, RoundStore
 from pipette_launch.agent.warmup import Warmup
@@ -129,8 +128,7 @@ def test_too_few_nodes_end_the_job(tmp_path: Path) -> None:
     assert "--nnodes needs 2" in texts["a"], texts
 
 
-@pytest.mark.parametrize(("why", "keeps"), [(LEFT_OUT, False), (REJOIN, True)])
-def test_what_an_agent_brings_along(monkeypatch: pytest.MonkeyPatch, why: str, keeps: bool) -> None:
+def test_an_agent_that_was_left_out_brings_nothing_along(monkeypatch: pytest.MonkeyPatch) -> None:
     """Should it decide for all, an old decision would take the place of theirs, and an old failure cost a restart."""
     old = RunTraining(nodes=nodes("a"), plan=None)
     failed = Attempt(index=0, ended="before-first-iteration")
@@ -139,7 +137,7 @@ def test_what_an_agent_brings_along(monkeypatch: pytest.MonkeyPatch, why: str, k
     def meet() -> Any:
         brought.append((agent._decision, agent._attempt))
         if len(brought) == 1:
-            raise Rejoin(why)
+            raise LeftOut
         return old, None
 
     agent = PipetteAgent.__new__(PipetteAgent)
@@ -147,15 +145,15 @@ def test_what_an_agent_brings_along(monkeypatch: pytest.MonkeyPatch, why: str, k
         _decision=old,
         _attempt=failed,
         _is_same_round=False,
-        _membership=SimpleNamespace(has_joined=False, renewed_ranks=frozenset),
-        _handler=SimpleNamespace(renew=lambda _: None),
+        _membership=SimpleNamespace(has_joined=False, join=lambda _place: None),
+        _place=None,
         _meet=meet,
     )
     monkeypatch.setattr(PipetteAgent, "_apply", lambda *_: None)
-    monkeypatch.setattr(LocalElasticAgent, "_rendezvous", lambda *_: None)
+    monkeypatch.setattr(PipetteAgent, "record_duration", lambda *_: contextlib.nullcontext())
     agent._rendezvous(SimpleNamespace())  # type: ignore[arg-type]
 
-    assert [(old, failed), (old, failed) if keeps else (None, Attempt())] == brought
+    assert [(old, failed), (None, Attempt())] == brought
 
 
 pytestmark_of_test_vanished = [pytest.mark.processes, pytest.mark.timeout(200)]

@@ -19,14 +19,16 @@ from torch.distributed import HashStore, TCPStore
 
 from pipette_launch.agent import membership
 from pipette_launch.agent import store as agent_store
-from pipette_launch.agent.membership import LEFT_OUT, PROBE_S, PROOF_S, Membership, Rejoin, out_of_reach
+from pipette_launch.agent.first_meeting import MeetingPlace
+from pipette_launch.agent.membership import PROBE_S, PROOF_S, LeftOut, Membership, out_of_reach
 from pipette_launch.agent.peers import GONE, SILENT, why_unreachable
+from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.agent.signature import Signer
 from pipette_launch.agent.store import AgentStore, RoundStore
 from pipette_launch.defaults import HAND_ON_S, HOST_SILENCE_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
-from pipette_launch.facts.messages import Arrival, Decision, Member, Members, NodeRecord, RunTraining
+from pipette_launch.facts.messages import Arrival, Decision, Member, NodeRecord, RunTraining
 
 
 @contextmanager
@@ -70,6 +72,20 @@ def test_who_is_said_to_be_silent_is_asked(agent: type, expected: str, monkeypat
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
 
 
+def place(store: HashStore, number: int, count: int, *, most: int = 0) -> MeetingPlace:
+    """The meeting place of a job of so many nodes, as the agent with this number sees it."""
+    settings = RendezvousSettings(
+        endpoint="localhost:29400",
+        node_rank=-1,
+        may_host_store=number == 0,
+        least_nodes=count,
+        most_nodes=most or count,
+        last_call_s=0.2,
+        join_s=20.0,
+    )
+    return MeetingPlace(store, settings, holds_store=number == 0)
+
+
 class Agents:
     """Some agents of one process, each with its own store."""
 
@@ -83,10 +99,16 @@ class Agents:
         self.join()
 
     def join(self) -> None:
-        """Let torch's rendezvous bring them all together."""
-        store, count = HashStore(), len(self.all)
+        """Let them all find each other at a meeting place, which the first one holds."""
+        self.store, count = HashStore(), len(self.all)
+        before = self.store.add("pipette/none/arrived", 0)
         with ThreadPoolExecutor(count) as pool:
-            list(pool.map(lambda number: self.all[number].join(store, number, count), range(count)))
+            joining = []
+            for number, one in enumerate(self.all):
+                joining.append(pool.submit(one.join, place(self.store, number, count)))
+                while not self.store.check([f"pipette/none/member/{before + number + 1}"]):
+                    time.sleep(0.01)
+            list(map(Future.result, joining))
 
     def meet(self, *numbers: int) -> list[tuple[Decision, RoundStore]]:
         """Let these agents meet; returns what each goes by afterwards."""
@@ -95,9 +117,7 @@ class Agents:
 
     def come(self, number: int) -> tuple[Decision, RoundStore]:
         """Let one agent come to a meeting."""
-        found = self.all[number].meet(
-            self.records[number], self.held[number], decide=self.decide, is_awaited=lambda: False
-        )
+        found = self.all[number].meet(self.records[number], self.held[number], decide=self.decide)
         self.held[number] = found[0]
         return found
 
@@ -128,19 +148,6 @@ def test_all_go_by_the_decision_of_the_first() -> None:
 
     assert [decisions[0]] * 3 == decisions
     assert 3 == len(decisions[0].tokens)
-
-
-def test_a_few_agents_renew_all_that_take_part() -> None:
-    """The first four renew torch's ranks of all agents of the round; a lost agent is renewed no more."""
-    agents = Agents(6)
-    agents.meet(*range(6))
-    assert [frozenset(range(6))] * 4 + [frozenset()] * 2 == [one.renewed_ranks() for one in agents.all]
-
-    for one in agents.all[1:]:
-        one.leave_behind([agents.records[0].token], GONE)
-        one._left.add(agents.records[0].token)
-    agents.meet(*range(1, 6))
-    assert [frozenset(range(1, 6))] * 4 + [frozenset()] == [one.renewed_ranks() for one in agents.all[1:]]
 
 
 def test_when_the_first_is_gone_the_next_one_decides() -> None:
@@ -286,15 +293,18 @@ def test_an_arrival_that_nobody_received_is_taken_back() -> None:
     with ThreadPoolExecutor(3) as pool:
         on_time = [pool.submit(agents.come, number) for number in (0, 1)]
         list(map(Future.result, on_time))
-        with pytest.raises(Rejoin, match=LEFT_OUT):
+        with pytest.raises(LeftOut):
             agents.come(2)
-        agents.join()
+        agents.held[2] = None
+        late = pool.submit(agents.all[2].join, place(agents.store, 2, 3))
+        while not agents.store.check(["pipette/none/member/4"]):
+            time.sleep(0.01)
         coming = [pool.submit(agents.come, number) for number in (0, 1)]
+        late.result(10.0)
         # The first has time to read whatever lies there.
         time.sleep(0.5)
-        late = pool.submit(agents.come, 2)
 
-        assert 3 == len(late.result(10.0)[0].tokens)
+        assert 3 == len(agents.come(2)[0].tokens)
         list(map(Future.result, coming))
 
 
@@ -337,7 +347,7 @@ def test_an_old_round_does_not_come_again() -> None:
     """A stranger copies the signed name of an earlier round, whose decision is still in the store."""
     agents = Agents(2)
     agents.meet(0, 1)
-    server = agents.all[0]._server
+    server = agents.all[0].server
     name = server.get("pipette/round")
     agents.meet(0, 1)
     with ThreadPoolExecutor(1) as pool:
@@ -350,44 +360,62 @@ def test_an_old_round_does_not_come_again() -> None:
         assert round_store.generation == early.result(10.0)[1].generation
 
 
-def test_a_stranger_in_torchs_rendezvous_takes_no_part() -> None:
-    """Torch gives it a rank, and it writes an introduction; the agents of a signed job go on without it."""
+def test_a_stranger_at_the_meeting_place_takes_no_part() -> None:
+    """It introduces itself while the job runs; the agents of a signed job go on without it."""
     agents = Agents(2)
-    store, stranger = HashStore(), Membership("stranger", "127.0.0.1", -1)
-    store.set("pipette/member/1", files.dumps(stranger._own))
-    with ThreadPoolExecutor(2) as pool:
-        # Torch's ranks 0 and 2, with the stranger between them.
-        list(pool.map(lambda number: agents.all[number].join(store, 2 * number, 3), range(2)))
+    agents.meet(0, 1)
+    stranger = Membership("stranger", "127.0.0.1", -1)
+    for one in agents.all:
+        one._place = place(agents.store, 0, 2, most=3)
+    agents.store.set("pipette/none/member/3", files.dumps(stranger._own))
+    agents.store.add("pipette/none/arrived", 1)
 
     decisions = [decision for decision, _ in agents.meet(0, 1)]
     assert [("token-node0", "token-node1")] * 2 == [decision.tokens for decision in decisions]
-    assert frozenset({0, 2}) == agents.all[0].renewed_ranks()
 
 
-@pytest.mark.parametrize("others", [0, 1])
-def test_a_list_without_this_node_is_an_error(others: int) -> None:
-    """A stranger may replace the list of nodes in the store of torch's rendezvous."""
-    agents, store = Agents(2), HashStore()
-    first = agents.all[0]._signer.introduced(agents.all[0]._own)
-    store.set("pipette/member/0", files.dumps(first))
-    store.set("pipette/members", files.dumps(Members(generation="", members=(first,) * others, is_signed=True)))
-    store.set("pipette/joined", "forged")
+def test_a_late_node_takes_part_in_the_next_meeting() -> None:
+    """The leader invites it, then also a new leader knows it; a node that no longer runs costs no wait."""
+    agents = Agents(2)
+    agents.meet(0, 1)
+    late = Membership("token-node2", "127.0.0.1", -1, signer=Signer(b"the secret of this job"))
+    agents.all.append(late)
+    agents.records, agents.held = records(3), [*agents.held, None]
+    for one in agents.all[:2]:
+        one._place = place(agents.store, 1, 2, most=3)
+    dead = replace(late._own, token="dead", port=1)  # noqa: S106, it is a name
+    agents.store.set("pipette/none/member/3", files.dumps(dead))
+    agents.store.add("pipette/none/arrived", 1)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(late.join, place(agents.store, 2, 2, most=3))
+        while not agents.store.check(["pipette/none/member/4"]):
+            time.sleep(0.01)
+        coming = pool.submit(lambda: joining.result() or agents.come(2))
+        began_s = time.monotonic()
+        first = agents.meet(0, 1)
+        assert time.monotonic() - began_s < PROOF_S + HOST_SILENCE_S
+        assert 3 == len(first[0][0].tokens) == len(coming.result(10.0)[0].tokens)
+    for one in (agents.all[1], late):
+        one.leave_behind(["token-node0"], SILENT)
+    after = agents.meet(1, 2)
 
-    with pytest.raises(ClusterError, match="list of nodes is without this node"):
-        agents.all[1].join(store, 1, 2)
+    assert ("token-node1", "token-node2") == after[0][0].tokens == after[1][0].tokens
 
 
 def test_a_node_without_the_secret_cannot_join_a_signed_job() -> None:
     """It gets a reason, and the others meet without it."""
     agents = Agents(2)
-    store, late = HashStore(), Membership("late", "127.0.0.1", -1, signer=Signer(b"the secret of another home"))
-    with ThreadPoolExecutor(3) as pool:
-        joining = [pool.submit(one.join, store, rank, 3) for rank, one in enumerate((*agents.all, late))]
-        list(map(Future.result, joining[:2]))
+    agents.meet(0, 1)
+    late = Membership("late", "127.0.0.1", -1, signer=Signer(b"the secret of another home"))
+    for one in agents.all:
+        one._place = place(agents.store, 0, 2, most=3)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(late.join, place(agents.store, 2, 2, most=3))
+        while not agents.store.check(["pipette/none/member/3"]):
+            time.sleep(0.01)
+        assert 2 == len(agents.meet(0, 1)[0][0].tokens)
         with pytest.raises(ClusterError, match="this node cannot join: the job's messages are signed"):
-            joining[2].result()
-
-    assert 2 == len(agents.meet(0, 1)[0][0].tokens)
+            joining.result(10.0)
 
 
 def test_a_name_that_is_just_deleted_is_no_round() -> None:
@@ -404,13 +432,14 @@ def test_a_name_that_is_just_deleted_is_no_round() -> None:
         assert 2 == len(early.result(10.0)[0].tokens)
 
 
-def test_at_the_first_meeting_too_only_one_half_goes_on(cut_wires: Any) -> None:
-    """The one with the first agent in it: the other one may be well."""
+@pytest.mark.parametrize(("why", "expected"), [(SILENT, ClusterError), (GONE, LeftOut)])
+def test_a_node_that_does_not_reach_the_first_node(cut_wires: Any, why: str, expected: type[Exception]) -> None:
+    """It knows no other agent. If the first node is gone, it goes back to the meeting place."""
     agents = Agents(2)
-    cut_wires(agents.all[0]._own.port)
+    cut_wires(agents.all[0]._own.port, reason=why)
 
-    with pytest.raises(ClusterError, match="1 of 2 nodes that may still run"):
-        agents.meet(1)
+    with pytest.raises(expected, match=why):
+        agents.come(1)
 
 
 def test_who_waits_for_an_answer_does_not_read_the_list_of_all_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,21 +486,6 @@ def test_decisions_reach_all_agents_through_a_tree(readers: dict[str, list[str]]
 
     assert all([rounds[0][0][0]] * 12 == [decision for decision, _ in met] for met in rounds)
     assert [4, 18] == [len(readers["first"]), len(readers["parents"])]
-
-
-def test_agents_join_although_no_agent_hands_the_list_on(
-    readers: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The store of torch's rendezvous has the list too."""
-
-    def fails(_peer: Member, *, within_s: float) -> None:
-        raise TimeoutError(f"no answer within {within_s:g} s")
-
-    monkeypatch.setattr(membership, "connected", fails)
-    agents = Agents(12)
-
-    assert not readers["first"]
-    assert [agents.all[0]._members] * 12 == [one._members for one in agents.all]
 
 
 def test_a_lost_agent_is_no_parent(readers: dict[str, list[str]]) -> None:

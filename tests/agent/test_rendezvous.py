@@ -8,11 +8,21 @@ from argparse import Namespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.run import get_args_parser
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.run import config_from_args, get_args_parser
 
-from pipette_launch.agent import rendezvous
-from pipette_launch.agent.rendezvous import C10D_PORT, STATIC_PORT, check_meeting, connect_seconds, endpoint_of, settle
+from pipette_launch.agent.rendezvous import (
+    C10D_PORT,
+    STATIC_PORT,
+    Rendezvous,
+    check_meeting,
+    connect_seconds,
+    endpoint_of,
+    settings_of,
+    take_over,
+)
 from pipette_launch.errors import UsageError
+from pipette_launch.launch import addresses
 
 STATIC = ("--master-addr=127.0.0.1", "--master-port=29501")
 C10D = ("--rdzv-backend=c10d",)
@@ -90,7 +100,19 @@ def test_static_ranks_are_those_of_the_nodes(nodes: int, rank: int) -> None:
         (("--nnodes=2", "--master-port=0"), "--master-addr with port 0 takes any free port"),
         (("--nnodes=2", "--standalone"), "--standalone is a job of one node, and --nnodes 2 needs 2; give one of them"),
         (("--nnodes=2", *C10D, "--rdzv-conf=is_host=maybe"), "--rdzv-conf is_host=maybe: true or false is needed"),
-        (("--nnodes=2", "--rdzv-conf=timeout"), "--rdzv-conf timeout: "),
+        (("--nnodes=2", "--rdzv-conf=timeout"), "--rdzv-conf timeout: 'timeout' is not NAME=VALUE"),
+        (
+            ("--nnodes=2", "--rdzv-backend=etcd-v2", "--rdzv-endpoint=n0:1"),
+            "--rdzv-backend etcd-v2: the nodes meet in a",
+        ),
+        (
+            ("--nnodes=2", "--rdzv-backend=nccl"),
+            "--rdzv-backend nccl: the nodes meet in a TCP store only; give --rdzv-",
+        ),
+        (
+            ("--nnodes=2", *C10D, "--rdzv-endpoint=/x", "--rdzv-conf=store_type=file"),
+            "--rdzv-conf store_type: the nodes",
+        ),
         (("--nnodes=2", "--rdzv-conf=timeout=soon"), "--rdzv-conf timeout=soon: a whole number of seconds above 0"),
         (("--nnodes=2", *C10D, "--rdzv-conf=read_timeout=0"), "--rdzv-conf read_timeout=0: a whole number of seconds"),
     ],
@@ -119,7 +141,6 @@ def test_an_endpoint_that_cannot_be_met_at_is_refused(flags: tuple[str, ...], ex
         ("--nnodes=2", *C10D, "--rdzv-endpoint=n0", "--node-rank=5"),
         ("--nnodes=2", *C10D, "--rdzv-endpoint=[::1]:29500"),
         ("--nnodes=1:4", *C10D, "--rdzv-endpoint=localhost:0"),
-        ("--nnodes=2", *C10D, "--rdzv-endpoint=/tmp/store", "--rdzv-conf=store_type=file"),
     ],
 )
 def test_what_torchrun_accepts_is_accepted(flags: tuple[str, ...]) -> None:
@@ -158,43 +179,56 @@ def test_how_long_torchrun_tries_to_connect(flags: tuple[str, ...], expected: in
 
 
 def test_static_runs_as_c10d_on_node_0() -> None:
-    """Static rendezvous becomes c10d with an explicit host, at the master's address."""
-    args = parsed("--nnodes=2", "--node-rank=1", "--master-addr=10.1.2.3", "--master-port=4711")
+    """Only --node-rank 0 may open the store, at the master's address."""
+    flags = ("--nnodes=2", "--master-addr=10.1.2.3", "--master-port=4711")
+    first, second = (settings_of(parsed(*flags, f"--node-rank={rank}")) for rank in (0, 1))
 
-    place = settle(args)
-
-    assert ("c10d", "10.1.2.3:4711") == (args.rdzv_backend, args.rdzv_endpoint)
-    assert "is_host=false" in args.rdzv_conf
-    assert (1, False) == (place.node_rank, place.may_host_store)
+    assert ("10.1.2.3:4711", 0, False, True) == (first.endpoint, first.node_rank, first.is_client, first.must_host)
+    assert ("10.1.2.3:4711", 1, True, False) == (second.endpoint, second.node_rank, second.is_client, second.must_host)
 
 
-def test_one_node_stays_torchruns_affair() -> None:
-    """Torchrun turns a single static node into a local rendezvous itself; before 2.13 it took a fixed port."""
-    args = parsed("--nproc-per-node=2")
-    expected = ("static", -1) if args.master_port is None else ("c10d", 0)
+def test_a_job_of_one_node_takes_any_port() -> None:
+    """As torchrun does without flags, and with --standalone."""
+    for flags in ((), ("--standalone",)):
+        args = parsed("--nproc-per-node=2", *flags)
+        if args.master_port is not None:
+            pytest.skip("torch before 2.13 took a fixed port")
+        place = settings_of(args)
 
-    place = settle(args)
-
-    assert (*expected, "127.0.0.1") == (args.rdzv_backend, place.node_rank, place.own_address())
+        assert ("localhost:0", -1, "127.0.0.1") == (place.endpoint, place.node_rank, place.own_address())
+        assert 36 == len(place.run_id)
 
 
 def test_static_waits_for_all_nodes_as_long_as_it_is_told() -> None:
-    """As under torchrun the greatest number of nodes counts, `timeout` is heeded, and nobody warns of the node rank."""
-    args = parsed("--nnodes=1:3", "--node-rank=2", "--rdzv-conf=timeout=77")
+    """As under torchrun the greatest number of nodes counts, and `timeout` is heeded."""
+    place = settings_of(parsed("--nnodes=1:3", "--node-rank=2", "--rdzv-conf=timeout=77"))
 
-    rendezvous_settings = settle(args)
-
-    assert ("3", 0, 2) == (args.nnodes, args.node_rank, rendezvous_settings.node_rank)
-    assert "join_timeout=77" in args.rdzv_conf.split(",")
+    assert (3, 3, 2, 77) == (place.least_nodes, place.most_nodes, place.node_rank, place.join_s)
 
 
 def test_the_users_settings_win() -> None:
-    """A value in --rdzv-conf is not overwritten."""
-    args = parsed("--nnodes=2", "--node-rank=0", "--rdzv-conf=join_timeout=7,is_host=false")
+    """Values in --rdzv-conf count, also beside --node-rank."""
+    place = settings_of(parsed("--nnodes=2", "--node-rank=0", "--rdzv-conf=join_timeout=7,is_host=false"))
+    last_call = settings_of(parsed("--nnodes=1:2", *C10D, "--rdzv-conf=last_call_timeout=5"))
 
-    settle(args)
+    assert (7, True, 5) == (place.join_s, place.is_client, last_call.last_call_s)
 
-    assert args.rdzv_conf.startswith("join_timeout=7,is_host=false,read_timeout=")
+
+def test_torchrun_opens_our_rendezvous() -> None:
+    """Torchrun reads the changed flags; a second job of this process is no error, and nobody warns of the node rank."""
+    for _ in range(2):
+        args = parsed("--nnodes=2", "--node-rank=1", "--rdzv-id=7")
+        take_over(args, settings_of(args))
+    config, _, _ = config_from_args(args)
+    made = rendezvous_handler_registry.create_handler(
+        RendezvousParameters(
+            config.rdzv_backend, config.rdzv_endpoint, config.run_id, config.min_nodes, config.max_nodes
+        )
+    )
+
+    assert (2, 2, 0) == (config.min_nodes, config.max_nodes, args.node_rank)
+    assert isinstance(made, Rendezvous)
+    assert ("7", True, "pipette") == (made.get_run_id(), made.use_agent_store, made.get_backend())
 
 
 @pytest.mark.parametrize(("endpoint", "hosts"), [("localhost:1234", True), ("192.0.2.1:1234", False)])
@@ -202,17 +236,7 @@ def test_knows_whether_the_store_may_live_here(endpoint: str, hosts: bool) -> No
     """An endpoint is here when it names this machine or one of its addresses."""
     args = parsed("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
 
-    assert hosts == settle(args).may_host_store
-
-
-def test_the_endpoints_own_node_hosts_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the host name resolves to another address torch takes no node for the host; the interface's tells."""
-    monkeypatch.setattr(rendezvous, "_matches_machine_hostname", lambda host: False)
-    args = parsed("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0")
-
-    settle(args)
-
-    assert "is_host=true" == args.rdzv_conf
+    assert hosts == settings_of(args).may_host_store
 
 
 @pytest.mark.parametrize(
@@ -227,7 +251,7 @@ def test_the_endpoints_own_node_hosts_the_store(monkeypatch: pytest.MonkeyPatch)
 )
 def test_knows_how_few_nodes_may_train(flags: tuple[str, ...], least: int) -> None:
     """MIN of --nnodes, but for static rendezvous, which waits for all."""
-    assert least == settle(parsed(*flags)).least_nodes
+    assert least == settings_of(parsed(*flags)).least_nodes
 
 
 @pytest.mark.parametrize(
@@ -239,22 +263,20 @@ def test_knows_how_few_nodes_may_train(flags: tuple[str, ...], least: int) -> No
         (("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=192.0.2.1:1", "--rdzv-conf=is_host=1"), False),
         (("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"), False),
         (("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=is_host=no"), True),
-        (("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=/x", "--rdzv-conf=store_type=file"), False),
-        (("--nnodes=2", "--rdzv-backend=etcd-v2", "--rdzv-endpoint=192.0.2.1:1"), False),
         (("--standalone",), False),
         (("--nproc-per-node=2",), False),
     ],
 )
 def test_knows_who_connects_to_anothers_store(flags: tuple[str, ...], expected: bool) -> None:
     """Such a node waits for the store before torch does, and aloud."""
-    assert expected == settle(parsed(*flags)).is_client
+    assert expected == settings_of(parsed(*flags)).is_client
 
 
 def test_a_port_that_is_taken_here_makes_a_client() -> None:
     """Another launcher of this machine may have been faster, as torch's own second attempt assumes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert settle(parsed("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}")).is_client
+        assert settings_of(parsed("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}")).is_client
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
@@ -264,36 +286,18 @@ def test_a_free_port_here_makes_a_host(host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
-    assert not settle(parsed("--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}")).is_client
+    assert not settings_of(parsed("--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}")).is_client
 
 
 def test_an_address_of_this_machines_name_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may lie on no interface, as behind address translation; torch opens its store there."""
-    monkeypatch.setattr(rendezvous, "_matches_machine_hostname", lambda host: True)
-    place = settle(parsed("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=192.0.2.1:0"))
+    """It may lie on no interface, as behind address translation."""
+    monkeypatch.setattr(addresses, "_found", lambda host: {"192.0.2.1"})
+    place = settings_of(parsed("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=192.0.2.1:0"))
 
     assert (True, False) == (place.may_host_store, place.is_client)
-
-
-@pytest.mark.parametrize(("host", "is_host"), [("192.0.2.1", "false"), ("127.0.0.1", "true")])
-def test_a_machine_whose_name_has_no_address_is_told(monkeypatch: pytest.MonkeyPatch, host: str, is_host: str) -> None:
-    """Torch would end with a traceback while it guesses."""
-
-    def refuse(_host: str) -> bool:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    monkeypatch.setattr(rendezvous, "_matches_machine_hostname", refuse)
-    args = parsed("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={host}:0")
-    settle(args)
-
-    assert f"is_host={is_host}" == args.rdzv_conf
 
 
 @pytest.mark.parametrize("port", [0, 29777])
 def test_a_static_port_stays_the_users(port: int) -> None:
     """Port 0 too, which is any free one."""
-    args = parsed("--nnodes=1", f"--master-port={port}")
-
-    settle(args)
-
-    assert f"127.0.0.1:{port}" == args.rdzv_endpoint
+    assert f"127.0.0.1:{port}" == settings_of(parsed("--nnodes=1", f"--master-port={port}")).endpoint

@@ -203,7 +203,7 @@ def test_an_unsigned_job_reads_all_texts() -> None:
     store = HashStore()
     unsigned(store).put("plan", "unsigned")
 
-    assert "unsigned" == AgentStore(store, "pipette/round", is_own=True, signer=Signer(SECRET)).peek("plan")
+    assert "unsigned" == AgentStore(store, "pipette/round", limit_s=None, signer=Signer(SECRET)).peek("plan")
 
 
 # -- who has the secret -------------------------------------------------------------------------------------------

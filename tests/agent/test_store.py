@@ -134,17 +134,17 @@ def test_a_text_goes_from_hand_to_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pieces are copied as they are, and the first agent's store sends none of them."""
     monkeypatch.setattr(agent_store, "MOST_BYTES", 1 << 13)
     first, parent, own = first_store(), HashStore(), HashStore()
-    AgentStore(parent, "pipette/round", is_own=True).put_pieces("plan", first.pieces("plan"))
+    AgentStore(parent, "pipette/round", limit_s=None).put_pieces("plan", first.pieces("plan"))
     monkeypatch.setattr(first, "pieces", lambda _key: [b"from the first"])
 
     assert LONG == reader(parent, own).read("plan", first)
-    assert LONG == AgentStore(own, "pipette/round", is_own=True).peek("plan")
+    assert LONG == AgentStore(own, "pipette/round", limit_s=None).peek("plan")
 
 
 def test_the_text_of_an_older_round_is_not_read() -> None:
     """A parent that is late still has the plan of the round before."""
     parent = HashStore()
-    AgentStore(parent, "pipette/older", is_own=True).put("plan", "older")
+    AgentStore(parent, "pipette/older", limit_s=None).put("plan", "older")
 
     assert LONG == reader(parent).read("plan", first_store())
 

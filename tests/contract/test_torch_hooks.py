@@ -6,16 +6,15 @@ import inspect
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, TCPStore
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server import api, local_elastic_agent
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, LogsSpecs, SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from torch.distributed.elastic.rendezvous import RendezvousHandler, dynamic_rendezvous
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous import RendezvousHandler
+from torch.distributed.elastic.rendezvous.api import RendezvousHandlerRegistry
 from torch.distributed.launcher import api as launcher
 
-from pipette_launch.agent import nodes_list
+from pipette_launch.agent.rendezvous import Rendezvous
 
 AGENT = local_elastic_agent.LocalElasticAgent
 
@@ -23,7 +22,6 @@ AGENT = local_elastic_agent.LocalElasticAgent
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("_assign_worker_ranks", ["self", "store", "group_rank", "group_world_size", "spec"]),
         ("_rendezvous", ["self", "worker_group"]),
         ("_start_workers", ["self", "worker_group"]),
         ("_stop_workers", ["self", "worker_group"]),
@@ -107,36 +105,6 @@ def test_abstract_methods_are_all_passed_on() -> None:
 
 
 def test_the_rendezvous_is_opened_by_the_registry() -> None:
-    """launch_agent asks torch's registry for it, where ours turns errors into sentences."""
+    """launch_agent asks torch's registry for it, where ours has a name of its own."""
     assert inspect.getsource(launcher.launch_agent).count("rdzv_registry.get_rendezvous_handler(") == 1
-
-
-def test_the_state_of_a_meeting_can_be_read() -> None:
-    """Lines about missing nodes, and launchers too many, come from torch's own state of the rendezvous."""
-    source = inspect.getsource(dynamic_rendezvous.DynamicRendezvousHandler.__init__)
-    state = dynamic_rendezvous._RendezvousState()
-
-    assert [name for name in ("_this_node", "_store", "_state_holder") if f"self.{name} = " not in source] == []
-    assert ({}, set(), set()) == (state.participants, state.redundancy_list, state.wait_list)
-    assert "addr" in inspect.signature(dynamic_rendezvous._NodeDesc).parameters
-
-
-def test_the_list_of_nodes_can_be_renewed_by_a_few() -> None:
-    """The private names exist by which a few agents renew all nodes, and by which one node writes for all.
-
-    The names were also found in the files of torch 2.6.0, 2.7.1, 2.8.0, 2.9.1, 2.10.0, 2.11.0, 2.12.0 and 2.14.0.
-    """
-    handler = dynamic_rendezvous.DynamicRendezvousHandler
-    backend = C10dRendezvousBackend(HashStore(), "job")  # type: ignore[arg-type]
-    opened = handler.from_backend("job", backend._store, backend, 1, 2)
-    steps = inspect.getsource(dynamic_rendezvous._DistributedRendezvousOpExecutor)
-    holder = inspect.getsource(dynamic_rendezvous._BackendRendezvousStateHolder)
-
-    assert nodes_list.is_known(opened)
-    assert "self._keep_alive()" in inspect.getsource(handler._keep_alive_weak)
-    assert [f"self.{name}" for name in ("_state", "_node", "_record(") if f"self.{name}" not in steps] == []
-    assert "if self._dirty" in holder
-    assert "self._last_sync_time >= " in holder
-    assert "if self._bootstrap_store_info is None" in inspect.getsource(handler.next_rendezvous)
-    assert list(inspect.signature(dynamic_rendezvous._NodeDesc).parameters) == ["addr", "pid", "local_id"]
-    assert TCPStore("localhost", 0, is_master=True, wait_for_workers=False).has_extended_api()
+    assert RendezvousHandlerRegistry().register("pipette", Rendezvous) is None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pipette_launch import cli
-from pipette_launch.agent.rendezvous import settle
+from pipette_launch.agent.rendezvous import settings_of
 from pipette_launch.cli import launcher
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch, manifest: str, **variables: str) -> 
 def test_a_pytorchjob(monkeypatch: pytest.MonkeyPatch) -> None:
     """The v1 operator's elastic policy becomes a c10d rendezvous at worker 0; the command names the GPUs."""
     args = parsed(monkeypatch, "pytorchjob.yaml", **PYTORCHJOB)
-    settings = settle(args)
+    settings = settings_of(args)
 
     assert ("4:4", "8", "c10d", "pretrain", 3) == (
         args.nnodes,
@@ -72,11 +72,11 @@ def test_a_pytorchjob(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_trainjob(monkeypatch: pytest.MonkeyPatch, rank: str, is_host: str) -> None:
     """The v2 trainer names nodes as static rendezvous does: node 0 hosts the store, at the address given to all."""
     args = parsed(monkeypatch, "trainjob.yaml", PET_NODE_RANK=rank, **TRAINJOB)
-    settings = settle(args)
+    settings = settings_of(args)
 
-    assert ("4", "8", "c10d") == (args.nnodes, args.nproc_per_node, args.rdzv_backend)
+    assert (4, 4, "8") == (settings.least_nodes, settings.most_nodes, args.nproc_per_node)
     assert ("pretrain-node-0-0.pretrain:29500", int(rank)) == (settings.endpoint, settings.node_rank)
-    assert f"is_host={is_host}" in args.rdzv_conf.split(",")
+    assert (is_host == "true") == settings.must_host == (not settings.is_client)
     assert ("pretrain_gpt.py", SCRIPT) == (args.training_script, args.training_script_args)
 
 

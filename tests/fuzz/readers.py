@@ -21,7 +21,7 @@ from facts_for_tests import nodes, tiny_cluster, tiny_job, tiny_measurements
 from launch.worlds import choice, plan, records
 from megatron_lines import SMALL
 
-from pipette_launch.agent.rendezvous import check_meeting, settle
+from pipette_launch.agent.rendezvous import check_meeting, settings_of
 from pipette_launch.agent.warmup import NodeReport, WorkerState
 from pipette_launch.errors import MegatronError, PipetteError
 from pipette_launch.facts import Layout, Samples, files
@@ -33,6 +33,7 @@ from pipette_launch.facts.messages import (
     Arrival,
     Dimension,
     Failure,
+    Invitation,
     MeasuringQuestion,
     Member,
     Members,
@@ -162,6 +163,7 @@ DOCUMENTS: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "decision-stop": (Stop(nodes=(), failed=True), str),
     "member": (MEMBER, str),
     "members": (Members(generation="g", members=(MEMBER,)), str),
+    "invitation": (Invitation(leader=MEMBER, is_signed=True), str),
     "arrival": (Arrival(meeting=1, record=records(1)[0], held=""), str),
     "trial-report": (TrialReport(step_s=(1.0,), failure=TOLD, took_s=2.0), str),
     "sign": (Sign(phase="links", at_s=1.0, limit_s=2.0, ended=(PhaseEnd(phase="a", seconds=1.0, words=""),)), str),
@@ -262,7 +264,7 @@ def _rendezvous(data: bytes) -> None:
     )  # fmt: skip
     check_meeting(flags)
     with mock.patch("socket.getaddrinfo", side_effect=_nowhere):
-        settle(flags).own_address()
+        settings_of(flags).own_address()
 
 
 def _nowhere(host: str, *_: object, **__: object) -> None:

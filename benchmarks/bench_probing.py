@@ -15,7 +15,6 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -29,15 +28,15 @@ from benchmarks.networks import measured_shares
 from benchmarks.telling import processor, shown
 from pipette_launch.facts import Links
 from pipette_launch.probe.links.selection import (
-    MOST_ROUNDS,
+    TREE_ROUNDS,
     Line,
     Pair,
     Place,
     Round,
     blind_rounds,
     estimate,
-    most_rounds,
-    survey,
+    scout,
+    switch_groups,
 )
 from pipette_launch.probe.messages import BLIND_ROUNDS
 from pipette_launch.search.assignment.descent import Flows
@@ -47,8 +46,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 RESULTS = Path(__file__).parent / "results"
 STAGES = 8
-IN_PASSES, AT_LAST = 100_000, 300_000
-"""Moves of the annealer that places hosts: while links are still measured, and for the final plan."""
+MOVES = 300_000
+"""Moves of the annealer that places hosts."""
 UNIT = 1e-10
 """Seconds per byte of the fastest link: 10 GB/s. Only ratios matter."""
 WIRE_S, CONTACT_S = 0.008, (0.01, 0.1)
@@ -127,13 +126,6 @@ class World:
         seconds_HH = self.fabric.seconds_HH
         return {way: Line(0.0, UNIT * float(seconds_HH[way])) for pair in pairs for way in (pair, pair[::-1])}
 
-    def advise(self, links: Links) -> list[Pair]:
-        """Return the links that a plan made with these links uses."""
-        self.plans += 1
-        flows, place_Q = self.planned(links, moves=IN_PASSES)
-        senders, receivers = place_Q[flows.sender_F].tolist(), place_Q[flows.receiver_F].tolist()
-        return list(zip(senders, receivers, strict=True))
-
     def planned(self, links: Links, *, moves: int) -> tuple[Flows, Ints]:
         """Place the grid of pipelines and replicas, given these links."""
         flows = grid_flows(links.seconds_per_byte / UNIT, STAGES)
@@ -148,34 +140,27 @@ class World:
 
     def cost_with(self, links: Links) -> float:
         """Return the true cost of the plan made with these links."""
-        return self.cost(self.planned(links, moves=AT_LAST)[1])
+        return self.cost(self.planned(links, moves=MOVES)[1])
 
 
 Scheme = Callable[[World], float]
 """Measures links, and returns the true cost of the plan."""
 
 
-def adaptive(world: World, *, knows_switches: bool) -> float:
-    """Measure as the warm-up does."""
-    places, hosts = world.places if knows_switches else [], len(world.fabric.sorted_H)
-    known = world.measure(blind_rounds(hosts, places, BLIND_ROUNDS, np.random.default_rng([world.seed, 1])))
-    found = survey(
-        hosts,
-        known,
-        measure=world.measure,
-        advise=world.advise,
-        most_rounds=most_rounds(places),
-        places=places,
-        seed=world.seed,
-    )
-    return world.cost_with(found.estimate().links)
+def scouted(world: World) -> float:
+    """Measure as the warm-up does below unknown switches."""
+    hosts = len(world.fabric.sorted_H)
+    known = world.measure(blind_rounds(hosts, (), BLIND_ROUNDS, np.random.default_rng([world.seed, 1])))
+    found = scout(hosts, known, measure=world.measure, seed=world.seed)
+    return world.cost_with(estimate(hosts, found.lines))
 
 
 def blind(world: World) -> float:
-    """Measure a random sample of links below known switches."""
+    """Measure as the warm-up does below known switches: a random sample of links."""
     places, hosts = world.places, len(world.fabric.sorted_H)
-    known = world.measure(blind_rounds(hosts, places, MOST_ROUNDS, np.random.default_rng([world.seed, 1])))
-    return world.cost_with(estimate(hosts, known, places).links)
+    groups = switch_groups(hosts, places)
+    known = world.measure(blind_rounds(hosts, groups, TREE_ROUNDS, np.random.default_rng([world.seed, 1])))
+    return world.cost_with(estimate(hosts, known, places))
 
 
 def everything(world: World) -> float:
@@ -194,9 +179,8 @@ def again(world: World) -> float:
 
 
 SCHEMES: dict[str, Scheme] = {
-    f"switches known: {MOST_ROUNDS} blind rounds": blind,
-    "switches known: adaptive": partial(adaptive, knows_switches=True),
-    "not known: adaptive": partial(adaptive, knows_switches=False),
+    f"switches known: {TREE_ROUNDS} blind rounds": blind,
+    "not known: blind, scouting and random rounds": scouted,
     f"every link, with an error of {ERROR:.0%}": everything,
     "every link, planned again": again,
 }
@@ -258,7 +242,7 @@ def report(*, quick: bool) -> Iterator[str]:
         f"{time.strftime('%Y-%m-%d', time.gmtime())}; {processor()}, {os.cpu_count()} cores of which one is used, load "
         f"{os.getloadavg()[0]:.1f}, Python {platform.python_version()}, numpy {version('numpy')}. Simulated: no "
         f"network was touched, measurements are exact, and a plan is the placing of hosts for one layout of {STAGES} "
-        f"pipeline ranks ({AT_LAST:,} moves; {IN_PASSES:,} in passes)."
+        f"pipeline ranks ({MOVES:,} moves)."
     )
     yield ""
     yield (
@@ -287,15 +271,14 @@ def modelled(sizes: Sequence[int]) -> Iterator[str]:
     low, high = CONTACT_S
     yield (
         f"A round: {WIRE_S * 1e3:.0f} ms on the wire (6 messages of 64 MiB at 50 GB/s), plus the first contact with a "
-        f"peer, assumed to take {low * 1e3:.0f} to {high * 1e3:.0f} ms. Not included: the adviser's plans (at most 5 s "
-        f"each), and gathering the measurements."
+        f"peer, assumed to take {low * 1e3:.0f} to {high * 1e3:.0f} ms. Not included: gathering the measurements."
     )
     yield ""
-    yield f"| hosts | all pairs | {MOST_ROUNDS} rounds |"
+    yield f"| hosts | all pairs | {TREE_ROUNDS} rounds |"
     yield "|--:|---|---|"
     for hosts in sizes:
         spans = [
-            f"{count * (WIRE_S + low):.1f} to {count * (WIRE_S + high):.0f} s" for count in (hosts - 1, MOST_ROUNDS)
+            f"{count * (WIRE_S + low):.1f} to {count * (WIRE_S + high):.0f} s" for count in (hosts - 1, TREE_ROUNDS)
         ]
         yield f"| {hosts} | {spans[0]} | {spans[1]} |"
 

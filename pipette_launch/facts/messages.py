@@ -111,23 +111,16 @@ class StageCase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """Links, groups and stages that the warm-up should measure next, because promising plans use these parts."""
+    """Groups and stages that the warm-up should measure next, because promising plans use them."""
 
     KIND: ClassVar[str] = "advice"
 
-    host_pairs: tuple[tuple[int, ...], ...] = ()
-    """Links to measure, as pairs of host indices, the lower index first."""
     dimensions: tuple[Dimension, ...] = ()
     """Groups to measure, beginning with the most important groups."""
     stages: tuple[StageCase, ...] = ()
     """Stages whose memory decides whether a plan fits, beginning with the most promising plan."""
     words: str = ""
     """One sentence on the considered plans, or on the reason why there is no advice."""
-
-    def __post_init__(self) -> None:
-        bad = [pair for pair in self.host_pairs if len(pair) != 2 or not 0 <= pair[0] < pair[1]]
-        if bad:
-            raise FactError(f"a link needs two hosts, the lower index first, got {bad[0]}")
 
 
 AttemptEnd = Literal["none", "before-first-iteration", "after-first-iteration", "done"]

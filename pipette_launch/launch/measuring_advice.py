@@ -1,8 +1,8 @@
 """The adviser: `python -m pipette_launch.launch.measuring_advice MARGIN MEMORY_MARGIN SEED QUESTION ANSWER`.
 
 A warm-up starts the adviser after measuring links and before measuring collectives. The adviser searches plans for a
-few seconds with the measurements so far. The answer lists the links, groups and stages of the shortlisted plans, which
-the warm-up then measures. The adviser does not import torch.
+few seconds with the measurements so far. The answer lists the groups and stages of the shortlisted plans, which the
+warm-up then measures. The adviser does not import torch.
 """
 
 # Letters of array axes: N = pairs of ranks, G = groups, K = members of a group, W = ranks.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -19,10 +19,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.exchanges import Groups, collective_dimensions
+from pipette_launch.cost.communication.exchanges import collective_dimensions
 from pipette_launch.cost.compute.carried_over import with_extrapolated_times
 from pipette_launch.cost.compute.stages import ComputeTable
-from pipette_launch.cost.layers.parameters import has_two_embeddings
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PipetteError, PlanError
 from pipette_launch.facts import Choice, Job, Layout, Plan, files
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str], clock: Callable[[], float]) -> int:
 
 
 def advise(question: MeasuringQuestion, options: SolveOptions, clock: Callable[[], float]) -> Advice:
-    """Search plans for a short time; return the links, groups and stages of the best plans, or an error's reason."""
+    """Search plans for a short time; return the groups and stages of the best plans, or an error's reason."""
     job = question.job
     try:
         measured = with_extrapolated_times(job, question.measurements)
@@ -63,7 +62,6 @@ def advise(question: MeasuringQuestion, options: SolveOptions, clock: Callable[[
     shortlist = shortlisted(plan)
     first, domains = shortlist[0].layout.words(), Domains.of(measured.cluster)
     return Advice(
-        host_pairs=host_pairs(job, shortlist, domains),
         dimensions=dimensions(job, shortlist, domains),
         stages=stage_cases(job, shortlist, ComputeTable(job, measured)),
         words=f"{len(shortlist)} {plural('plan', len(shortlist))} shortlisted in {plan.solve_s:.1f} s, first {first}",
@@ -74,18 +72,6 @@ def shortlisted(plan: Plan) -> tuple[Choice, ...]:
     """Return the chosen plan, the user's own configuration and the runners-up, in this order and each once."""
     found = {(choice.layout, choice.placement): choice for choice in (*plan.alternatives[::-1], plan.own, plan.chosen)}
     return tuple(found.values())[::-1]
-
-
-def host_pairs(job: Job, shortlist: Sequence[Choice], domains: Domains) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of hosts (lower, higher index) that exchange data in a plan, the first plan's pairs first."""
-    found: dict[tuple[int, int], None] = {}
-    for choice in shortlist:
-        slot_W = np.argsort(np.array(choice.placement, dtype=np.int64))
-        for pairs_N2 in _talking(job, choice, domains):
-            host_N2 = slot_W[pairs_N2] // domains.devices_per_host
-            ordered_N2 = np.sort(host_N2[host_N2[:, 0] != host_N2[:, 1]], axis=1)
-            found.update(dict.fromkeys((one, other) for one, other in np.unique(ordered_N2, axis=0).tolist()))
-    return tuple(found)
 
 
 def dimensions(job: Job, shortlist: Sequence[Choice], domains: Domains) -> tuple[Dimension, ...]:
@@ -127,22 +113,6 @@ def stage_cases(job: Job, shortlist: Sequence[Choice], table: ComputeTable) -> t
     for case in (*first, *filter(None, chain.from_iterable(zip_longest(*ranked)))):
         found.setdefault((case.layout, case.pp_rank), case)
     return tuple(found.values())[:MOST_STAGES]
-
-
-def _talking(job: Job, choice: Choice, domains: Domains) -> Iterator[Ints]:
-    """Yield pairs of ranks that exchange data: neighbours in pipelines and rings, and all pairs of an all-to-all."""
-    layout, groups = choice.layout, Groups.of(choice.layout)
-    if layout.pp > 1:
-        lanes = layout.world_size // layout.pp
-        # The last stage sends to the first stage only if each stage holds several model chunks.
-        yield groups.forward_hop if layout.vpp > 1 else groups.forward_hop[:-lanes]
-        if has_two_embeddings(job.model):
-            yield groups.embedding
-    for one in collective_dimensions(job, choice.layout, domains.smallest):
-        size = one.ranks_GK.shape[1]
-        steps = range(1, size // 2 + 1) if "all_to_all" in one.kinds else (1,)
-        for step in steps:
-            yield np.stack([one.ranks_GK, np.roll(one.ranks_GK, -step, axis=1)], axis=-1).reshape(-1, 2)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from pipette_launch.probe.health.nvml import LoadReading
 
 FULL_HOSTS = 64
 """Up to this number of hosts, every pair of hosts is measured."""
-BLIND_ROUNDS = 8
-"""Jobs with more hosts measure this number of rounds of random pairs before the first plan."""
+BLIND_ROUNDS = 4
+"""Jobs with more hosts below unknown switches measure this number of rounds of random pairs before scouting."""
 TINY_BYTES = 8
 """Bytes of an acknowledgement, and of the message from which the latency is computed."""
 MIN_SIZES = 3
@@ -60,8 +60,7 @@ class WarmupOrder(HostsOfJob):
     progress_dir: str = ""
     """Each worker keeps its progress message in the file `<progress_dir>/<local rank>.sign`. Named by each node too."""
     full_hosts: int = FULL_HOSTS
-    """Largest number of hosts of which all pairs are measured. With more hosts, a sample of pairs and the links that
-    plans use are measured."""
+    """Largest number of hosts of which all pairs are measured. With more hosts, a sample of pairs is measured."""
     blind_rounds: int = BLIND_ROUNDS
     budget_s: float = WARMUP_BUDGET_S
     """Seconds after which no phase begins another case, counted from the time when all workers are ready. Each phase
@@ -75,8 +74,8 @@ class WarmupOrder(HostsOfJob):
     warmups: int = 1
     """Number of untimed messages or collectives of each size, sent first."""
     known: str = ""
-    """File of an earlier warm-up of these hosts, readable by rank 0; empty = none. Only the links that plans use are
-    measured again; all other links come from this file."""
+    """File of an earlier warm-up of these hosts, readable by rank 0; empty = none. If a sample of its links has not
+    changed, the links come from this file."""
     adviser: tuple[str, ...] = ()
     """Command of the adviser, which reads a MeasuringQuestion and writes an Advice, without the two file names; empty =
     no adviser. The caller names the command, because this package imports no planner."""

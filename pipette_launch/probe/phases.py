@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ import torch.distributed as dist
 
 from pipette_launch.defaults import ADVISER_START_S
 from pipette_launch.errors import FileFormatError, PipetteError, ProbeError
-from pipette_launch.facts import Cluster, ComputeCase, ComputeTime, Job, Links, LoadingTime, Measurements, files
+from pipette_launch.facts import Cluster, ComputeCase, ComputeTime, Job, LoadingTime, Measurements, files
 from pipette_launch.facts.health import Verdict
 from pipette_launch.facts.measurements import (
     LAYERS,
@@ -46,13 +45,12 @@ from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.verdicts import device_verdicts, faults_first, link_verdicts
 from pipette_launch.probe.links import collectives, pairs
 from pipette_launch.probe.links.fits import EarlierLinks, FoundLinks, found_links, group_times
-from pipette_launch.probe.links.selection import Lines, Pair, Survey
+from pipette_launch.probe.links.selection import STALE, Lines, changed_links
 from pipette_launch.probe.lockstep import Budget, Lockstep
 from pipette_launch.probe.messages import WarmupOrder, WorkerResult, joined
 from pipette_launch.text import counted, hertz_text, listed, plural, rate_text
 from pipette_patches.replacements import megatron_core_version
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 QUESTION, ANSWER = "question.json", "advice.json"
 COLLECTIVES_LEAST = 0.1
@@ -122,15 +120,15 @@ class Phases:
 
     def together(self) -> None:
         """Measure links and collectives, while the communicator of all ranks is open."""
-        advice = self._links_and_advice()
+        self._links()
         if self.layers is None:
             return
+        advice = self._advice() if self._has_adviser else Advice()
         self._stages = advice.stages
         num_groups = self._collectives(advice.dimensions or self.options.dimensions())
         # With the new measurements other plans may be best, and the groups of those plans have not been timed yet.
         if self._has_adviser and self.lockstep.agree(lambda: self.budget.allows(collectives.COLLECTIVES_SHARE)):
-            with self.progress.during("search"):
-                advice = self._advice()
+            advice = self._advice()
             self._stages = advice.stages or self._stages
             more = not_measured(advice.dimensions, self._dimensions, self.options.devices_per_host)
             num_groups += self._collectives(more) if more else 0
@@ -182,45 +180,45 @@ class Phases:
         self._send()
         return self._measurements() if self.rank == 0 else None
 
-    def _links_and_advice(self) -> Advice:
-        """Measure all links if hosts are few; else measure a sample, and then the links that plans use."""
-        hosts = self.options.hosts
-        earlier = _earlier(self.options) if self.rank == 0 and self._has_adviser else None
-        if self._has_adviser and self.lockstep.agree(lambda: earlier is not None and bool(earlier.between)):
-            self._earlier = earlier
-            with self.progress.during("search"):
-                advice, found = self._pass(is_cached=True)
-            are_few = len(hosts) <= self.options.full_hosts
-            if not self.lockstep.agree(lambda: found is not None and found.is_stale(are_few=are_few)):
-                return self._shared(advice)
-            self._earlier = None
-        sample = pairs.sample(self.options)
+    def _links(self) -> None:
+        """Measure all links if hosts are few, else a sample; or check a sample of the links of an earlier warm-up."""
         with self.progress.during("links"):
+            self._earlier = _earlier(self.options) if self.rank == 0 else None
+            if self.lockstep.agree(lambda: self._earlier is not None and bool(self._earlier.between)):
+                checked = pairs.check(self.options, lockstep=self.lockstep, budget=self._for_links())
+                self.progress.sum_up(_links_words(checked, len(self.options.hosts)))
+                self._mine = joined(self._mine, checked)
+                self._send()
+                if not self.lockstep.agree(self._is_stale):
+                    return
+            self._earlier = None
+            sample = pairs.sample(self.options)
             linked = pairs.measure(self.options, lockstep=self.lockstep, budget=self._for_links(), between=sample)
-            self.progress.sum_up(_links_words(linked, len(hosts)))
+            self.progress.sum_up(_links_words(linked, len(self.options.hosts)))
             self._mine = joined(self._mine, linked)
-            if sample is not None and not self._has_adviser:
-                self._scout()
-        if not self._has_adviser:
-            return Advice()
-        with self.progress.during("search"):
-            if sample is not None:
-                return self._shared(self._pass(is_cached=False)[0])
-            return self._advice()
+            if sample is None:
+                return
+            self._send()
+            explored = pairs.explore(
+                self.options, self._between_hosts, lockstep=self.lockstep, budget=self._for_links()
+            )
+            self._mine = joined(self._mine, explored)
 
-    def _scout(self) -> None:
-        """Measure more pairs of hosts, which show the hosts that are near each other."""
-        self._send()
-        budget = self._for_links()
-        explored, _ = pairs.explore(
-            self.options,
-            self._between_hosts,
-            lockstep=self.lockstep,
-            budget=budget,
-            allows=lambda: budget.allows(pairs.LINKS_SHARE),
-            patience_s=budget.left_s(),
-        )
-        self._mine = joined(self._mine, explored)
+    def _is_stale(self) -> bool:
+        """Return whether all links must be measured again, because checked links have changed; on rank 0 only.
+
+        The links of few hosts are measured quickly, and a slow link shows only by comparison with all other links. So
+        with few hosts one changed link is enough.
+        """
+        assert self._earlier is not None
+        measured = self._between_hosts()
+        changed = len(changed_links(self._earlier.between, measured))
+        are_few = len(self.options.hosts) <= self.options.full_hosts
+        is_stale = not measured or changed > (0 if are_few else STALE * len(measured))
+        then = "all are measured again" if is_stale else "the others come from the last warm-up"
+        words = f"links: {changed} of {counted(len(measured), 'checked link')} changed since the last warm-up; {then}"
+        self._mine = self._mine.plus(notes=(words,))
+        return is_stale
 
     def _between_hosts(self) -> Lines:
         """Return the links between hosts that all workers have measured; on rank 0 only."""
@@ -232,40 +230,9 @@ class Phases:
 
     def _advice(self) -> Advice:
         """Run the adviser with all measurements so far, and send the adviser's answer to all ranks."""
-        self._send()
-        return self._shared(self._ask(self._measurements()) if self.rank == 0 else None)
-
-    def _pass(self, *, is_cached: bool) -> tuple[Advice | None, Survey | None]:
-        """Measure the links that plans use; returns the last advice and all links on rank 0, None on other ranks."""
-        self._send()
-        budget = self._for_links()
-        answers: list[Advice] = []
-        # Only rank 0 has the measurements of all workers, and only rank 0 calls these functions.
-        base = self._measurements() if self.rank == 0 else None
-
-        def known() -> Lines:
-            if is_cached and self._earlier:
-                return self._earlier.between
-            return self._between_hosts()
-
-        def advise(between: Links) -> Sequence[Pair]:
-            assert base is not None
-            answers.append(self._ask(replace(base, cluster=replace(base.cluster, between_hosts=between))))
-            return [(one, other) for one, other in answers[-1].host_pairs]
-
-        explored, found = pairs.explore(
-            self.options,
-            known,
-            lockstep=self.lockstep,
-            budget=budget,
-            advise=advise,
-            is_cached=is_cached,
-            # Cached links are checked once, however little time is left.
-            allows=lambda: not answers or budget.allows(pairs.LINKS_SHARE),
-            patience_s=ADVICE_PATIENCE_S,
-        )
-        self._mine = joined(self._mine, explored)
-        return answers[-1] if answers else None, found
+        with self.progress.during("search"):
+            self._send()
+            return self._shared(self._ask(self._measurements()) if self.rank == 0 else None)
 
     def _for_links(self) -> Budget:
         """Return a budget with time for links, even if the compute phase took longer than its share."""

@@ -48,7 +48,6 @@ def test_nobody_stands_by_and_works() -> None:
 def test_advice_survives_its_file() -> None:
     """The workers read the same advice that was written."""
     advice = Advice(
-        host_pairs=((0, 1),),
         dimensions=(Dimension(name="dp", kinds=("all_reduce",), groups=((0, 2), (1, 3))),),
         stages=(StageCase(layout=tiny_job(4).own, pp_rank=0),),
         words="two plans",
@@ -68,13 +67,6 @@ def test_a_stage_must_be_one_of_the_layout() -> None:
     """The message names the rank and the number of stages."""
     with pytest.raises(FactError, match="pp_rank=9 is not one of"):
         StageCase(layout=tiny_job(4).own, pp_rank=9)
-
-
-@pytest.mark.parametrize("pair", [(1, 0), (1, 1), (0, 1, 2)])
-def test_bad_host_pairs_are_refused(pair: tuple[int, ...]) -> None:
-    """A link has two ends, the lower index first."""
-    with pytest.raises(FactError, match="needs two hosts"):
-        Advice(host_pairs=(pair,))
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,6 @@ DOCUMENTS: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "question": (MeasuringQuestion(job=tiny_job(), measurements=MEASURED, budget_s=1.0), str),
     "advice": (
         Advice(
-            host_pairs=((0, 1),),
             dimensions=(Dimension(name="dp", kinds=("all_reduce",), groups=((0, 1),)),),
             stages=(StageCase(layout=Layout(pp=2), pp_rank=1),),
         ),

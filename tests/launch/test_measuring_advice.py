@@ -1,4 +1,4 @@
-"""The links, groups and stages of shortlisted plans, and the adviser's process."""
+"""The groups and stages of shortlisted plans, and the adviser's process."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import combinations, pairwise
 from pathlib import Path
 
-import pytest
 from facts_for_tests import (
     drawn_cluster,
-    expert_groups,
-    groups_of,
     tiny_cluster,
     tiny_job,
     tiny_measurements,
@@ -25,7 +21,7 @@ from search.worlds import still
 from pipette_launch.cost.communication.exchanges import exchanges, step_traffic
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers.passes import Hiding
-from pipette_launch.facts import Choice, Job, Layout, files
+from pipette_launch.facts import Choice, Layout, files
 from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.messages import Advice, MeasuringQuestion
 from pipette_launch.launch import measuring_advice
@@ -60,42 +56,12 @@ def domains(devices: int) -> Domains:
     return Domains.of(tiny_cluster(8, devices))
 
 
-def used_by_hand(job: Job, some: Choice, devices: int) -> set[tuple[int, int]]:
-    """Pairs of hosts that talk, from `groups_of` and `expert_groups`."""
-    layout = some.layout
-    pairs: list[tuple[int, int]] = []
-    for line in groups_of(layout, "pp"):
-        pairs += pairwise(line)
-        if len(line) > 1 and (layout.vpp > 1 or not job.model.untie_embeddings_and_output_weights):
-            pairs.append((line[0], line[-1]))
-    for group in (*groups_of(layout, "tp"), *groups_of(layout, "cp"), *groups_of(layout, "dp_cp")):
-        pairs += zip(group, (*group[1:], group[0]), strict=True)
-    for group in expert_groups(layout) if job.model.num_experts else ():
-        pairs += combinations(group, 2)
-    hosts = [tuple(sorted(some.placement.index(rank) // devices for rank in pair)) for pair in pairs]
-    return {(one, other) for one, other in hosts if one != other}
-
-
-@pytest.mark.parametrize("ties", [True, False])
-@pytest.mark.parametrize(
-    "layout", [Layout(dp=8), Layout(tp=2, pp=2, dp=2), Layout(cp=2, dp=4), Layout(pp=4, dp=2, vpp=2)]
-)
-def test_pairs_are_those_of_pipelines_and_rings(layout: Layout, *, ties: bool) -> None:
-    """For any placement, the pairs of hosts are those whose ranks exchange data under the layout."""
-    job = tiny_job(8, model=tiny_model(num_layers=8, untie_embeddings_and_output_weights=not ties))
-    for seed in range(5):
-        some = choice(layout, tuple(random.Random(seed).sample(range(8), 8)))
-
-        assert used_by_hand(job, some, 2) == set(measuring_advice.host_pairs(job, [some], domains(2)))
-
-
 def test_experts_exchange_with_everyone_in_their_group() -> None:
-    """With all-to-all between experts every pair of a group talks, and the experts' own replicas form rings."""
+    """Experts have groups of an all-to-all, and groups of their own replicas."""
     job = tiny_job(8, model=EXPERTS, performance_flags=("--moe-token-dispatcher-type alltoall",))
     some = choice(Layout(dp=8, ep=4, use_distributed_optimizer=True), (0, 4, 1, 5, 2, 6, 3, 7))
     found = {one.name: (one.kinds, one.groups) for one in measuring_advice.dimensions(job, [some], domains(1))}
 
-    assert used_by_hand(job, some, 1) <= set(measuring_advice.host_pairs(job, [some], domains(1)))
     assert (("all_to_all",), ((0, 2, 4, 6), (1, 3, 5, 7))) == found["ep"]
     assert (("reduce_scatter", "all_gather"), ((0, 1), (2, 3), (4, 5), (6, 7))) == found["expert dp"]
     assert (("reduce_scatter", "all_gather"), (tuple(range(8)),)) == found["dp"]
@@ -154,16 +120,6 @@ def test_dimensions_know_the_most_that_is_sent_in_one_piece() -> None:
     assert {"dp": gradients[1], "tp": activations} == {one.name: one.most_bytes for one in alone}
 
 
-def test_pairs_of_the_first_plan_come_first() -> None:
-    """If the rounds are full, links of later plans are left out."""
-    pairs = measuring_advice.host_pairs(
-        tiny_job(4), [choice(Layout(pp=4)), choice(Layout(dp=4), (0, 2, 1, 3))], domains(1)
-    )
-
-    assert {(0, 1), (1, 2), (2, 3), (0, 3)} == set(pairs[:4])
-    assert {(0, 2), (1, 3)} == set(pairs[4:])
-
-
 def test_the_best_two_plans_run_both_stages_that_decide() -> None:
     """Then each plan's fullest, slowest and middle stage; a layout that differs in nothing else is not run twice."""
     one, other, third = Layout(pp=2, dp=2), Layout(pp=4), Layout(pp=4, micro_batch_size=2)
@@ -191,8 +147,6 @@ def test_the_user_own_plan_is_looked_at_too() -> None:
     """The answer begins with the chosen plan, and includes the user's own configuration."""
     found = measuring_advice.advise(QUESTION, SolveOptions(budget_s=0.5), time.monotonic)
 
-    own = choice(QUESTION.job.own)
-    assert used_by_hand(QUESTION.job, own, 2) <= set(found.host_pairs)
     assert tuple(range(8)) in {group for one in found.dimensions for group in one.groups}
     assert 0 < len(found.dimensions) <= measuring_advice.MOST_DIMENSIONS
     assert QUESTION.job.own in {case.layout for case in found.stages}
@@ -206,7 +160,7 @@ def test_without_a_plan_the_answer_says_why() -> None:
         MeasuringQuestion(job=tiny_job(4), measurements=small, budget_s=1.0), SolveOptions(budget_s=1.0), still
     )
 
-    assert ((), (), ()) == (found.host_pairs, found.dimensions, found.stages)
+    assert ((), ()) == (found.dimensions, found.stages)
     assert found.words.startswith("the measurements so far give no plan: ")
 
 
@@ -228,7 +182,7 @@ def test_the_process_answers_without_torch(tmp_path: Path) -> None:
 
     assert (0, "") == (done.returncode, done.stdout)
     assert " torch\n" not in done.stderr
-    assert files.read(answer, Advice).host_pairs
+    assert files.read(answer, Advice).dimensions
 
 
 def test_a_bad_question_is_answered_in_one_line(tmp_path: Path) -> None:

@@ -6,14 +6,14 @@ import dataclasses
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
-from probe.workers import REFERENCE, tiny_options
+from probe.workers import REFERENCE, OneRankStore, tiny_options
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import ComputeTime, Links, LoadingTime, Samples
@@ -22,10 +22,13 @@ from pipette_launch.facts.messages import Advice, Dimension
 from pipette_launch.probe import phases
 from pipette_launch.probe.health.nvml import LoadReading
 from pipette_launch.probe.links.fits import EarlierLinks
-from pipette_launch.probe.links.selection import Line, Pair, Pass, Survey
+from pipette_launch.probe.links.selection import Line
+from pipette_launch.probe.lockstep import Budget, Lockstep
 from pipette_launch.probe.messages import LinkSamples, Pace, WarmupOrder, WorkerResult
-from pipette_launch.probe.phases import _groups_words, _links_words, assemble
+from pipette_launch.probe.phases import Phases, _groups_words, _links_words, assemble
 
+RANK: dict[str, Any] = {"rank": 0, "world_size": 1, "timeout_s": 1.0}
+BUDGET = Budget(started_s=0.0, budget_s=1.0, clock=lambda: 0.0)
 HEAD = "import sys; from pathlib import Path; question, answer = map(Path, sys.argv[-2:]); "
 
 
@@ -63,10 +66,10 @@ def test_an_answer_is_read(tmp_path: Path) -> None:
         "from pipette_launch.facts import files; from pipette_launch.facts.messages import Advice; "
         "from pipette_launch.facts.messages import MeasuringQuestion; "
         "asked = files.read(question, MeasuringQuestion); "
-        "files.write(answer, Advice(host_pairs=((0, asked.job.own.world_size),), words='fine'))"
+        "files.write(answer, Advice(words=f'fine for {asked.job.own.world_size}'))"
     )
 
-    assert Advice(host_pairs=((0, 2),), words="fine") == ask(tmp_path, program)
+    assert Advice(words="fine for 2") == ask(tmp_path, program)
 
 
 @pytest.mark.parametrize(
@@ -344,45 +347,22 @@ def test_loading_is_that_of_the_median_slot(tmp_path: Path) -> None:
     assert loading(None, None, None) is None
 
 
-def surveyed(new: int, changed: Sequence[Pair], *, is_settled: bool = True) -> Survey:
-    """Return a pass that measured `new` links."""
-    return Survey(
-        num_hosts=2,
-        lines={(0, 1): Line(0.0, 1e-9)},
-        passes=[Pass(new=new, rounds=2)],
-        changed=list(changed),
-        is_settled=is_settled,
-    )
-
-
 @pytest.mark.parametrize(
-    ("new", "changed", "among_many", "among_few"),
-    [
-        (8, [], False, False),
-        (2, [(0, 1)], False, True),
-        (8, [(0, 1), (1, 2)], False, True),
-        (7, [(0, 1), (1, 2)], True, True),
-        (0, [], False, True),
-    ],
+    ("changed", "hosts", "is_stale"), [(0, 2, False), (1, 2, True), (1, 3, False), (2, 3, True), (None, 3, True)]
 )
 def test_earlier_links_are_stale_if_many_have_changed(
-    new: int, changed: list[Pair], among_many: bool, among_few: bool
+    tmp_path: Path, changed: int | None, hosts: int, is_stale: bool
 ) -> None:
-    """More than a quarter of the remeasured links, and at least two; with few hosts a single one."""
-    found = surveyed(new, changed)
+    """More than a quarter of the checked links; with few hosts a single one, and always if no link was checked."""
+    options = tiny_options(tmp_path, hosts=hosts, devices=1, message_sizes_bytes=SIZES, full_hosts=2)
+    ways = [(a, b) for a in range(hosts) for b in range(hosts) if a != b][: 0 if changed is None else 4]
+    rates = [1e6 * (0.5 if at < (changed or 0) else 1.0) for at in range(len(ways))]
+    one = Phases(options=options, layers=None, lockstep=Lockstep(store=OneRankStore(), **RANK), budget=BUDGET)
+    one._gathered = [result(0, links=tuple(link(*way, rate) for way, rate in zip(ways, rates, strict=True)))]
+    one._earlier = EarlierLinks(between={way: Line(1e-3, 1e-6) for way in ways}, within={})
 
-    assert among_many == found.is_stale(are_few=False)
-    assert among_few == found.is_stale(are_few=True)
-
-
-def test_what_the_passes_did_is_said() -> None:
-    """Measured pairs, rounds, changed links, and whether plans wanted more."""
-    whole = "links: 8 pairs of hosts that plans use, measured in 2 rounds"
-
-    assert whole == surveyed(8, []).words()
-    assert (
-        f"{whole}; 1 changed since the last warm-up; the last plans also use links that were not measured"
-    ) == surveyed(8, [(0, 1)], is_settled=False).words()
+    assert is_stale == one._is_stale()
+    assert f"{changed or 0} of {len(ways)} checked links changed" in one._mine.notes[0]
 
 
 def test_one_thing_is_not_called_several() -> None:

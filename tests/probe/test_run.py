@@ -103,28 +103,9 @@ def test_what_is_advised_is_measured(tmp_path: Path) -> None:
     assert found.phase_s["stages"] > 0
 
 
-ADVISER = """
-import subprocess
-import sys
-from pathlib import Path
-from pipette_launch.facts import files
-from pipette_launch.facts.messages import Advice, MeasuringQuestion
-
-# One after the other, as if each plan led to the next; then the same again.
-turns = Path(sys.argv[1])
-turn = len(turns.read_text()) if turns.exists() else 0
-turns.write_text("x" * (turn + 1))
-hosts = len(files.read(Path(sys.argv[2]), MeasuringQuestion).measurements.cluster.hosts)
-ring = [(host, (host + 1) % hosts) for host in range(hosts)]
-pairs = [tuple(sorted(pair)) for pair in (ring[:2], ring)[min(turn, 1)]]
-files.write(Path(sys.argv[3]), Advice(host_pairs=tuple(pairs)))
-"""
-
-
-def test_many_hosts_measure_what_plans_would_use_and_check_it_the_next_time(tmp_path: Path) -> None:
-    """One blind round, then the adviser's ring; the next warm-up measures only that ring again."""
-    adviser = (sys.executable, "-c", ADVISER, str(tmp_path / "turns"))
-    options = tiny_options(tmp_path, hosts=4, devices=1, full_hosts=3, blind_rounds=1, adviser=adviser)
+def test_many_hosts_measure_a_sample_and_check_it_the_next_time(tmp_path: Path) -> None:
+    """One blind round of two pairs, then scouting; the next warm-up measures two rounds to check the known links."""
+    options = tiny_options(tmp_path, hosts=4, devices=1, full_hosts=3, blind_rounds=1)
     outcome = run_workers(options, tmp_path)
     assert [0] * 4 == outcome.codes, outcome.errors
     first = files.read(Path(options.output), Measurements)
@@ -136,14 +117,11 @@ def test_many_hosts_measure_what_plans_would_use_and_check_it_the_next_time(tmp_
 
     assert first.survey
     assert second.survey
-    ring = [(host, (host + 1) % 4) for host in range(4)]
-    assert all(first.survey.origin(*pair) in ("measured", "again") for pair in ring)
-    # Two pairs blind and four of the ring, which leave nobody idle: never all six pairs, both ways.
-    assert "e" in "".join(first.survey.origin_HH)
-    assert 1 < first.survey.rounds <= 4
-    # On shared cores loopback may have changed so much that all is measured anew; the ring is so in any case.
-    assert all(second.survey.origin(*pair) in ("measured", "again") for pair in ring)
-    assert any("that plans use, measured in" in note for note in second.notes)
+    assert 1 < first.survey.rounds <= 3
+    # On shared cores loopback may have changed so much that all is measured anew.
+    assert second.survey.rounds >= 2
+    (checked,) = (note for note in second.notes if "checked links changed since the last warm-up" in note)
+    assert checked.endswith("; all are measured again") or "c" in "".join(second.survey.origin_HH)
 
 
 def test_a_slot_alone_with_no_time_measures_the_least(tmp_path: Path) -> None:

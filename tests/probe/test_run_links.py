@@ -60,10 +60,10 @@ def test_three_hosts_are_measured_without_megatron(tmp_path: Path) -> None:
 
 
 def test_many_hosts_below_unknown_switches_are_scouted(tmp_path: Path) -> None:
-    """After one blind round, four hosts measure another round to find near hosts, and a note reports this round."""
+    """After one blind round, four hosts measure the other two rounds, and a note reports these rounds."""
     found = timed(tmp_path, 4, blind_rounds=1)
 
     assert found.survey
-    assert 2 == found.survey.rounds
-    assert 8 == sum(row.count("m") + row.count("a") for row in found.survey.origin_HH)
-    assert "links: 1 more round to find hosts that are near each other" in found.notes
+    assert 3 == found.survey.rounds
+    assert 12 == sum(row.count("m") + row.count("a") for row in found.survey.origin_HH)
+    assert "links: 2 more rounds to find hosts near each other" in found.notes

@@ -245,7 +245,7 @@ def _matrices(
     pairs = len(members) * (len(members) - 1)
     missing = pairs - len(known)
     note = f"links: {missing} of {pairs} pairs {where} were estimated from the others"
-    return estimate(len(members), known, places).links, (note,) if missing else ()
+    return estimate(len(members), known, places), (note,) if missing else ()
 
 
 def _alike(lines: Mapping[Pair, Line], members: Iterable[int]) -> dict[Pair, Line]:

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -37,27 +37,27 @@ from numpy.typing import NDArray
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import Samples, files
+from pipette_launch.facts.layout import Ints
 from pipette_launch.probe.health.verdicts import suspect_links
 from pipette_launch.probe.instruments import QueuedCalls, await_device
 from pipette_launch.probe.links.fits import LinkBook, fit_link, host_fits
 from pipette_launch.probe.links.selection import (
-    Advise,
+    CHECK_ROUNDS,
+    SCOUTED_ROUNDS,
+    TREE_ROUNDS,
     Line,
     Lines,
-    Measure,
     Pair,
     Round,
-    Survey,
     all_pairs,
     blind_rounds,
-    most_rounds,
     rounds_of,
-    survey,
+    scout,
+    switch_groups,
 )
 from pipette_launch.probe.lockstep import Budget, Clock, Lockstep
 from pipette_launch.probe.messages import MIN_SIZES, TINY_BYTES, LinkSamples, WarmupOrder, WorkerResult
 
-T = TypeVar("T")
 Group: TypeAlias = tuple[Pair, ...]
 """Pairs of slots that are measured together: all rails of a pair of hosts, or one pair of devices in the same host."""
 FIRST_BYTES = 64 << 10
@@ -466,8 +466,13 @@ def sample(options: WarmupOrder) -> Sequence[Round] | None:
     """Return rounds of some pairs of many hosts; None for few hosts, of which all pairs are measured."""
     if len(options.hosts) <= options.full_hosts:
         return None
-    places = [host.place for host in options.hosts]
-    return blind_rounds(len(places), places, options.blind_rounds, np.random.default_rng(0))
+    groups = _switches(options)
+    count = TREE_ROUNDS if groups else options.blind_rounds
+    return blind_rounds(len(options.hosts), groups, count, np.random.default_rng(0))
+
+
+def _switches(options: WarmupOrder) -> tuple[Ints, ...]:
+    return switch_groups(len(options.hosts), [host.place for host in options.hosts])
 
 
 def measure(
@@ -519,82 +524,62 @@ def measure(
     )
 
 
-def explore(
-    options: WarmupOrder,
-    known: Callable[[], Lines],
-    *,
-    lockstep: Lockstep,
-    budget: Budget,
-    allows: Callable[[], bool],
-    advise: Advise | None = None,
-    is_cached: bool = False,
-    patience_s: float,
-) -> tuple[WorkerResult, Survey | None]:
-    """Measure more links between many hosts in rounds that rank 0 chooses; every rank calls this.
-
-    `known`, `advise` and `allows` are called on rank 0 only, as arguments of `survey`. Between two rounds rank 0 needs
-    at most `patience_s`. Returns this rank's samples with a note, and on rank 0 all links.
-    """
-    places = [host.place for host in options.hosts]
-    most = most_rounds(places)
-    bound_s = direction_s(budget.left_s(LINKS_SHARE), most, options.device_kind)
+def check(options: WarmupOrder, *, lockstep: Lockstep, budget: Budget) -> WorkerResult:
+    """Time a few random pairs of hosts, whose links an earlier warm-up has measured; every rank calls this."""
+    rounds = blind_rounds(len(options.hosts), _switches(options), CHECK_ROUNDS, np.random.default_rng(0))
+    bound_s = direction_s(budget.left_s(LINKS_SHARE), len(rounds), options.device_kind)
     meter = LinkMeter(options=options, lockstep=lockstep, bound_s=bound_s)
-
-    def decide(measure: Measure) -> Survey:
-        return survey(
-            len(options.hosts),
-            known(),
-            measure=measure,
-            advise=advise,
-            most_rounds=most,
-            places=places,
-            is_cached=is_cached,
-            allows=allows,
-        )
-
-    links, found = in_step(lockstep, meter.measure, lambda some: lines_of(some, options), decide, patience_s=patience_s)
-    explored = WorkerResult(slot=lockstep.rank, links=links)
-    if found is not None and found.passes:
-        explored = explored.plus(link_rounds=(found.rounds,), notes=(found.words(),))
-    return explored, found
+    return WorkerResult(slot=lockstep.rank, links=meter.measure(rounds), link_rounds=(len(rounds),))
 
 
-def in_step(
-    lockstep: Lockstep,
-    meter: Callable[[Sequence[Round]], Sequence[LinkSamples]],
-    merge: Callable[[Sequence[LinkSamples]], Lines],
-    decide: Callable[[Measure], T],
-    *,
-    patience_s: float,
-) -> tuple[tuple[LinkSamples, ...], T | None]:
-    """Let rank 0 choose rounds that all ranks measure; every rank calls this.
+def explore(options: WarmupOrder, known: Callable[[], Lines], *, lockstep: Lockstep, budget: Budget) -> WorkerResult:
+    """Measure more pairs of many hosts below unknown switches, in rounds that rank 0 chooses; every rank calls this.
 
-    `meter` measures rounds on this rank, and `merge` turns the samples of all slots into links between hosts. `decide`
-    runs on rank 0 only, and may call the given `Measure` any number of times, with at most `patience_s` between two
-    calls. Returns the samples that this rank sent, and on rank 0 the result of `decide`.
+    `known` returns the links that all ranks have measured before, and is called on rank 0 only. Returns this rank's
+    samples, and on rank 0 a note on the rounds.
     """
+    if _switches(options):
+        return WorkerResult(slot=lockstep.rank)
+    bound_s = direction_s(budget.left_s(LINKS_SHARE), SCOUTED_ROUNDS, options.device_kind)
+    meter = LinkMeter(options=options, lockstep=lockstep, bound_s=bound_s)
+    if lockstep.rank:
+        return _follow(meter, budget)
+    return _lead(meter, known(), budget)
+
+
+def _lead(meter: LinkMeter, known: Lines, budget: Budget) -> WorkerResult:
+    """Choose rounds on rank 0, send them to all ranks, measure them, and gather the samples of all ranks."""
+    options, lockstep = meter.options, meter.lockstep
     mine: list[LinkSamples] = []
 
-    def take(rounds: Sequence[Round]) -> list[str]:
-        taken = meter(rounds)
-        mine.extend(taken)
-        return lockstep.gather(json.dumps([files.to_plain(link) for link in taken]), left_s=patience_s) or []
-
-    def measure(rounds: Sequence[Round]) -> Lines:
+    def measured(rounds: Sequence[Round]) -> Lines:
         lockstep.broadcast(json.dumps(rounds))
         links: list[LinkSamples] = []
-        for rank, text in enumerate(take(rounds)):
+        for rank, text in enumerate(_taken(meter, rounds, mine, budget)):
             source = f"links of rank {rank}"
             links += files.from_plain(tuple[LinkSamples, ...], files.parse(text, source), source)
-        return merge(links)
+        return lines_of(links, options)
 
-    if lockstep.rank == 0:
-        found = decide(measure)
-        lockstep.broadcast("[]")
-        return tuple(mine), found
-    while rounds := json.loads(lockstep.broadcast("", left_s=patience_s)):
-        take([tuple((one, other) for one, other in some) for some in rounds])
-    return tuple(mine), None
+    found = scout(len(options.hosts), known, measure=measured, allows=lambda: budget.allows(LINKS_SHARE))
+    lockstep.broadcast("[]")
+    rounds = found.scouting + found.random
+    return WorkerResult(slot=0, links=tuple(mine), link_rounds=(rounds,), notes=(found.words(),) if rounds else ())
+
+
+def _follow(meter: LinkMeter, budget: Budget) -> WorkerResult:
+    """Measure the rounds that rank 0 sends, until rank 0 sends an empty list."""
+    mine: list[LinkSamples] = []
+    while rounds := json.loads(meter.lockstep.broadcast("", left_s=budget.left_s())):
+        _taken(meter, [tuple((one, other) for one, other in pairs) for pairs in rounds], mine, budget)
+    return WorkerResult(slot=meter.lockstep.rank, links=tuple(mine))
+
+
+def _taken(meter: LinkMeter, rounds: Sequence[Round], mine: list[LinkSamples], budget: Budget) -> list[str]:
+    """Measure rounds and add this rank's samples to `mine`; returns the samples of all ranks on rank 0, as texts."""
+    taken = meter.measure(rounds)
+    mine.extend(taken)
+    text = json.dumps([files.to_plain(link) for link in taken])
+    return meter.lockstep.gather(text, left_s=budget.left_s()) or []
 
 
 def lines_of(links: Sequence[LinkSamples], options: WarmupOrder) -> dict[Pair, Line]:

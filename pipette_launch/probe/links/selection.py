@@ -1,14 +1,13 @@
 """Pure functions that choose the links between hosts to measure, and estimate the remaining links.
 
-With few hosts, every pair is measured. With many hosts, 30 or 40 rounds of three kinds are measured.
+With few hosts, every pair is measured. With many hosts, 30 or 50 rounds are measured.
 
-1. Blind rounds: a random sample, before any link is known.
-2. Scouting rounds, if no scheduler names the switches: pairs that show which hosts share fast links.
-3. Plan rounds: the adviser (the planner's process) plans with all links, and the links that its plans use are measured.
-With the new links the adviser plans again.
+1. Blind rounds: random pairs. If a scheduler names the switches, all rounds are blind, and half of them stay below
+   the innermost switches.
+2. If the switches are unknown: scouting rounds, with pairs that show which hosts share fast links. The rounds left
+   then measure random pairs, half of them below the switches that the scouting rounds found.
 
-Links that were not measured are estimated. The first plans use optimistic estimates, so these plans try links that may
-be fast, and such links are then measured. The last plan uses likely estimates, so this plan mostly uses measured links.
+Links that were not measured are estimated.
 
 A round is a set of disjoint pairs of hosts, because a clean measurement occupies both hosts. The planner finds near
 hosts in another way (`search/slots.py`), which needs the links of all pairs.
@@ -19,8 +18,7 @@ hosts in another way (`search/slots.py`), which needs the links of all pairs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +26,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from pipette_launch.facts import Links
 from pipette_launch.facts.layout import Floats, Ints
-from pipette_launch.probe.messages import FULL_HOSTS
 from pipette_launch.text import plural
 
 Pair = tuple[int, int]
@@ -46,15 +43,13 @@ class Line(NamedTuple):
 Lines = Mapping[Pair, Line]  # Lines by (sending host, receiving host)
 Measure = Callable[[Sequence[Round]], Lines]
 """Function that measures rounds of host pairs, and returns the two directions of each pair that could be measured."""
-Advise = Callable[[Links], Sequence[Pair]]
-"""Function that plans with given links, and returns the host pairs that the plans use, most important first."""
 
-MOST_ROUNDS, SCOUTED_ROUNDS = 30, 40
-"""Largest number of blind, scouting and plan rounds together: if switches are known, and if switches are unknown."""
-PASS_ROUNDS = 5
-"""Most plan rounds before the adviser plans again. A ring plus a path through all hosts need 4 links of each host."""
-LEAST_ROUNDS = 2
-"""With fewer rounds left, the adviser does not plan again."""
+TREE_ROUNDS = 30
+"""Number of rounds if the switches are known."""
+CHECK_ROUNDS = 2
+"""Number of rounds that check the links of an earlier warm-up."""
+SCOUTED_ROUNDS = 50
+"""Largest number of rounds of all kinds if the switches are unknown."""
 SCOUTING_SHARE = 0.8
 """Scouting rounds take at most this share of the rounds left after the blind rounds."""
 LEAST_SCOUTS = 0.05
@@ -63,9 +58,8 @@ BLIND_SCOUTING_ROUNDS = 4
 """Largest number of scouting rounds with random pairs, while no groups of near hosts are visible."""
 CHANGED = 0.10
 """A cached link counts as changed if its time per byte differs by more than this share."""
-STALE, STALE_LEAST = 0.25, 2
-"""All cached links are discarded if more than 25 % of the links measured again have changed, and at least 2 links. A
-single changed link is no reason to doubt the other links."""
+STALE = 0.25
+"""With many hosts, all cached links are measured again if more than this share of the checked links has changed."""
 
 GRID, BLUR = 0.005, 0.01
 """Step of the histogram of links and width of its smoothing kernel, in log bandwidth. A few percent of noise must not
@@ -90,7 +84,6 @@ HOST_QUANTILE = 0.75
 """A host's rate is this quantile of its links' rates, because a slow link may be due to the other host."""
 SHRINKAGE = 2.0
 """The log rate of a host with n measured links, relative to the median host, is multiplied by n / (n + SHRINKAGE)."""
-OPTIMISTIC_QUANTILE = 0.9  # Optimistic estimates equal this quantile of the measured links of a tier
 
 
 def ordered(pair: Pair) -> Pair:
@@ -109,45 +102,35 @@ def all_pairs(hosts: Sequence[int]) -> tuple[Round, ...]:
     return tuple(rounds)
 
 
-def rounds_of(pairs: Iterable[Pair], *, most: int | None = None) -> tuple[Round, ...]:
-    """Put each pair into the first round in which both hosts are free.
-
-    The most important pairs come first; the direction of a pair does not matter. Pairs that do not fit into `most`
-    rounds are left out; None = no limit.
-    """
+def rounds_of(pairs: Iterable[Pair]) -> tuple[Round, ...]:
+    """Put each pair into the first round in which both hosts are free; the direction of a pair does not matter."""
     rounds: list[list[Pair]] = []
     busy: list[set[int]] = []
     for pair in dict.fromkeys(ordered(pair) for pair in pairs if pair[0] != pair[1]):
         number = next((number for number, hosts in enumerate(busy) if hosts.isdisjoint(pair)), len(rounds))
-        if number == len(rounds) != most:
+        if number == len(rounds):
             rounds.append([])
             busy.append(set())
-        if number != most:
-            rounds[number].append(pair)
-            busy[number].update(pair)
+        rounds[number].append(pair)
+        busy[number].update(pair)
     return tuple(tuple(sorted(one)) for one in rounds)
 
 
-def most_rounds(places: Sequence[Place]) -> int:
-    """Return the largest number of rounds for hosts below these switches; hosts below unknown switches have ()."""
-    return MOST_ROUNDS if switch_groups(len(places), places) else SCOUTED_ROUNDS
+def blind_rounds(
+    num_hosts: int, groups: Sequence[Ints], count: int, rng: np.random.Generator, *, done: Iterable[Pair] = ()
+) -> tuple[Round, ...]:
+    """Choose at most `count` rounds of random host pairs; no pair comes twice, and no pair of `done` comes again.
 
-
-def blind_rounds(num_hosts: int, places: Sequence[Place], count: int, rng: np.random.Generator) -> tuple[Round, ...]:
-    """Choose at most `count` rounds of host pairs before any link is measured; no pair comes twice.
-
-    If switches are known, every other round stays below the innermost switches, because plans use near links most. If
-    switches are known, the other rounds take the higher tiers of switches in turn. If switches are unknown, pairs are
-    random, or neighbours in the order of the hosts, because host names often follow the racks. Large jobs with unknown
-    switches draw only half of the rounds, because scouting rounds choose better pairs.
+    `groups` has each host's group below each tier of switches, innermost first. Every other round stays below the
+    innermost switches, because plans use near links most. The other rounds take the higher tiers in turn. Without
+    groups, pairs are random, or neighbours in the order of the hosts, because host names often follow the racks.
     """
-    groups = switch_groups(num_hosts, places)
     tier_HH = tiers_between(num_hosts, groups)
-    if not groups and num_hosts > FULL_HOSTS:
-        count = -(-count // 2)
     order_H = np.arange(num_hosts)
     apart_HH = np.abs(order_H[:, None] - order_H)
     free_HH = apart_HH > 0
+    for one, other in done:
+        free_HH[one, other] = free_HH[other, one] = False
     rounds: list[Round] = []
     # A turn is empty if all pairs of its tier were drawn before.
     for turn in range(4 * count):
@@ -165,11 +148,19 @@ def blind_rounds(num_hosts: int, places: Sequence[Place], count: int, rng: np.ra
     return tuple(rounds)
 
 
-def _matching(score_HH: Floats, order_H: Ints, pairs: Round = ()) -> Round:
-    """Add pairs to a round: each idle host, in the given order, gets the idle host with the highest score above 0."""
-    found = list(pairs)
+def changed_links(known: Lines, measured: Lines) -> tuple[Pair, ...]:
+    """Return the measured links that an earlier warm-up measured too, with another time per byte."""
+    return tuple(
+        way
+        for way, line in measured.items()
+        if way in known and abs(known[way].seconds_per_byte / line.seconds_per_byte - 1) > CHANGED
+    )
+
+
+def _matching(score_HH: Floats, order_H: Ints) -> Round:
+    """Return a round: each idle host, in the given order, gets the idle host with the highest score above 0."""
+    found = []
     idle_H = np.ones(len(score_HH), dtype=bool)
-    idle_H[[host for pair in pairs for host in pair]] = False
     for host in order_H.tolist():
         score_H = np.where(idle_H, score_HH[host], 0.0)
         partner = int(score_H.argmax())
@@ -328,17 +319,11 @@ def _grouped(nearness_HH: Ints, log_HH: Floats) -> Ints:
     return np.unique(group_H, return_inverse=True)[1].astype(np.int64)
 
 
-class Estimate(NamedTuple):
-    """Measured links, and estimates of all other links between hosts: likely and optimistic."""
+def estimate(num_hosts: int, lines: Lines, places: Sequence[Place] = ()) -> Links:
+    """Return the links of all pairs; a link that was not measured is estimated.
 
-    links: Links
-    optimistic: Links
-
-
-def estimate(num_hosts: int, lines: Lines, places: Sequence[Place] = ()) -> Estimate:
-    """Estimate the links that were not measured: rate of the switch tier times the relative rate of the slower host.
-
-    All parameters are quantiles of logarithms, because each host has few measured links, and some are disturbed.
+    An estimate is the rate of the switch tier times the relative rate of the slower host. All parameters are
+    quantiles of logarithms, because each host has few measured links, and some are disturbed.
 
     `lines` has at least one line, and may have only one direction of a pair. `places` has the switches above each host;
     if switches are not known, tiers are inferred from the links.
@@ -349,13 +334,10 @@ def estimate(num_hosts: int, lines: Lines, places: Sequence[Place] = ()) -> Esti
     measured_HH = ~np.isnan(seconds_HH)
     groups = switch_groups(num_hosts, places) or [one.group_H for one in groupings_of(num_hosts, lines)]
     tier_HH = tiers_between(num_hosts, groups)
-    log_HH = -np.log(seconds_HH)
-    likely_HH = _as_slower_end(log_HH, tier_HH)
-    optimistic_HH = likely_HH + _by_tier(log_HH - likely_HH, tier_HH, OPTIMISTIC_QUANTILE)
-    is_link_HH = ~np.eye(num_hosts, dtype=bool)
+    log_HH, is_link_HH = -np.log(seconds_HH), ~np.eye(num_hosts, dtype=bool)
+    rate_HH = np.exp(np.where(measured_HH, log_HH, _as_slower_end(log_HH, tier_HH))) * is_link_HH
     filled_HH = np.where(measured_HH, latency_HH, _by_tier(latency_HH, tier_HH, 0.5)) * is_link_HH
-    rates = (np.exp(np.where(measured_HH, log_HH, guess_HH)) * is_link_HH for guess_HH in (likely_HH, optimistic_HH))
-    return Estimate(*(Links(latency_s=filled_HH, bandwidth_bytes_per_s=rates_HH) for rates_HH in rates))
+    return Links(latency_s=filled_HH, bandwidth_bytes_per_s=rate_HH)
 
 
 def _as_slower_end(log_HH: Floats, tier_HH: Ints) -> Floats:
@@ -389,159 +371,52 @@ def _by_tier(value_HH: Floats, tier_HH: Ints, share: float) -> Floats:
     return filled
 
 
-class Pass(NamedTuple):
-    """Result of one scouting round, or of the rounds that measure the links in one answer of the adviser."""
+class Scouted(NamedTuple):
+    """Links after the scouting rounds and the random rounds that follow."""
 
-    new: int
-    """Number of wanted pairs that were measured. Other pairs were known already, or did not fit into the rounds."""
-    rounds: int
-    is_scouting: bool = False
-
-
-@dataclass(kw_only=True, eq=False)
-class Survey:
-    """Links known so far, and the scouting and plan rounds."""
-
-    num_hosts: int
-    lines: dict[Pair, Line]
-    """Lines of all measured links, new and cached, in both directions."""
-    places: Sequence[Place] = ()
-    is_cached: bool = False
-    """True if the initial lines are from an earlier warm-up, so that these links may be measured again."""
-    passes: list[Pass] = field(default_factory=list)
-    changed: list[Pair] = field(default_factory=list)
-    """Pairs whose cached links have changed, most important first."""
-    is_settled: bool = False
-    """True if the plans use only links that were measured in this warm-up."""
-
-    def __post_init__(self) -> None:
-        # Pairs that this warm-up has tried to measure, with or without success.
-        self._done: set[Pair] = set() if self.is_cached else {ordered(pair) for pair in self.lines}
-
-    @property
-    def rounds(self) -> int:
-        """Number of scouting and plan rounds, without blind rounds."""
-        return sum(one.rounds for one in self.passes)
-
-    def estimate(self) -> Estimate:
-        """Estimate the links that were not measured."""
-        return estimate(self.num_hosts, self.lines, self.places)
-
-    def is_stale(self, *, are_few: bool) -> bool:
-        """Return whether all cached links must be measured again.
-
-        The links of few hosts are measured quickly, and a slow link shows only by comparison with all other links. So
-        with few hosts, all links are measured again after one changed link, or after passes that could check no link.
-        """
-        changed, measured = len(self.changed), sum(one.new for one in self.passes)
-        if are_few:
-            return changed > 0 or measured == 0
-        return changed >= STALE_LEAST and changed > STALE * measured
+    lines: Lines
+    scouting: int
+    """Number of scouting rounds."""
+    random: int
+    """Number of rounds of random pairs after the scouting rounds."""
 
     def words(self) -> str:
-        """Describe the plan rounds and scouting rounds in one sentence."""
-        passes = [one for one in self.passes if not one.is_scouting]
-        measured, rounds = sum(one.new for one in passes), sum(one.rounds for one in passes)
-        scouting = self.rounds - rounds
-        why = "to find hosts that are near each other"
-        if not passes:
-            return f"links: {scouting} more {plural('round', scouting)} {why}"
-        before = f", after {scouting} {why}" if scouting else ""
-        changed = f"; {len(self.changed)} changed since the last warm-up" if self.changed else ""
-        end = "" if self.is_settled else "; the last plans also use links that were not measured"
-        return (
-            f"links: {measured} {plural('pair', measured)} of hosts that plans use, measured in "
-            f"{rounds} {plural('round', rounds)}{before}{changed}{end}"
-        )
-
-    def scout(self, most: int, measure: Measure, allows: Callable[[], bool], rng: np.random.Generator) -> int:
-        """Run scouting rounds until few pairs are left to test; returns the number of rounds, at most `most`."""
-        for taken in range(most):
-            pairs = scouting_round(self.num_hosts, self.lines, rng)
-            if not pairs and taken < BLIND_SCOUTING_ROUNDS:
-                order = rng.permutation(self.num_hosts).tolist()
-                drawn = (ordered(pair) for pair in zip(order[::2], order[1::2], strict=False))
-                pairs = tuple(sorted(pair for pair in drawn if pair not in self._done))
-            if 2 * len(pairs) < LEAST_SCOUTS * self.num_hosts or not allows():
-                return taken
-            # If most hosts of a round would be idle, idle hosts measure links that may be fast.
-            hope = self.estimate().optimistic if 4 * len(pairs) < self.num_hosts else None
-            self.take(pairs, 1, measure, hope=hope, is_scouting=True)
-        return most
-
-    def take(
-        self, wanted: Sequence[Pair], most: int, measure: Measure, *, hope: Links | None, is_scouting: bool = False
-    ) -> int:
-        """Measure the wanted pairs that are new, most important first; returns the number of rounds, at most `most`.
-
-        With `hope` (optimistic links), a host that would be idle in a round measures the link that may be fastest.
-        """
-        pairs = list(dict.fromkeys(ordered(pair) for pair in wanted))
-        rounds = rounds_of((pair for pair in pairs if pair not in self._done), most=most)
-        self.passes.append(Pass(new=sum(map(len, rounds)), rounds=len(rounds), is_scouting=is_scouting))
-        if rounds:
-            rounds = rounds if hope is None else _filled(rounds, hope, self._done)
-            measured = measure(rounds)
-            different = {
-                ordered(way)
-                for way, line in measured.items()
-                if way in self.lines and abs(self.lines[way].seconds_per_byte / line.seconds_per_byte - 1) > CHANGED
-            }
-            self.changed += [pair for pair in pairs if pair in different]
-            self.lines.update(measured)
-            self._done.update(pair for one in rounds for pair in one)
-        return len(rounds)
+        """Describe the rounds in one sentence."""
+        after = f", and {self.random} of random pairs" if self.random else ""
+        return f"links: {self.scouting} more {plural('round', self.scouting)} to find hosts near each other{after}"
 
 
-def _filled(rounds: Sequence[Round], hope: Links, done: Collection[Pair]) -> tuple[Round, ...]:
-    """Give each idle host of a round the partner with the fastest unmeasured link, according to `hope`."""
-    rates_HH = np.minimum(hope.bandwidth_bytes_per_s, hope.bandwidth_bytes_per_s.T)
-    taken: Collection[Pair] = [*done, *(pair for one in rounds for pair in one)]
-    filled = []
-    for pairs in rounds:
-        one_P, other_P = np.array(list(taken), dtype=np.int64).reshape(-1, 2).T
-        rates_HH[one_P, other_P] = rates_HH[other_P, one_P] = 0.0
-        taken = _matching(rates_HH, np.arange(len(rates_HH)), pairs)
-        filled.append(taken)
-    return tuple(filled)
-
-
-def survey(
+def scout(
     num_hosts: int,
     known: Lines,
     *,
     measure: Measure,
-    advise: Advise | None,
-    most_rounds: int,
-    places: Sequence[Place] = (),
-    is_cached: bool = False,
     allows: Callable[[], bool] = lambda: True,
     seed: int = 0,
-) -> Survey:
-    """Run scouting rounds, then plan rounds until all links of the plans are measured or no rounds or time are left.
+) -> Scouted:
+    """Measure more rounds of pairs of hosts below unknown switches.
 
-    Without `advise` no planner names links, so there are only scouting rounds.
-
-    `known` has links in both directions and is not empty. If `known` is cached from an earlier warm-up, estimates are
-    not optimistic, and links of `known` may be measured again. If `known` is new, the rounds that measured `known`
-    count towards `most_rounds`. `allows` returns whether there is time for more rounds.
+    Scouting rounds run until few pairs are left to test. The remaining rounds measure random pairs, half of them of
+    hosts that are near each other. `known` has the links of the blind rounds, in both directions, and is not empty.
+    The blind rounds count towards SCOUTED_ROUNDS. `allows` returns whether there is time for another round.
     """
-    found, left = Survey(num_hosts=num_hosts, lines=dict(known), places=places, is_cached=is_cached), most_rounds
-    if not is_cached:
-        # The number of rounds spent so far equals the number of pairs of the busiest host.
-        left -= max(Counter(host for pair in {ordered(pair) for pair in known} for host in pair).values(), default=0)
-        if num_hosts > FULL_HOSTS and not switch_groups(num_hosts, places):
-            left -= found.scout(round(SCOUTING_SHARE * left), measure, allows, np.random.default_rng(seed))
-    links, is_optimistic = found.estimate(), not is_cached
-    while advise and left >= LEAST_ROUNDS and not found.is_settled and allows():
-        # The last plan rounds confirm links that the plan uses, and earlier plan rounds explore.
-        is_optimistic = is_optimistic and left > PASS_ROUNDS
-        wanted = advise(links.optimistic if is_optimistic else links.links)
-        hope = None if is_cached else links.optimistic
-        rounds = found.take(wanted, min(PASS_ROUNDS, left), measure, hope=hope)
-        left -= rounds
-        if rounds:
-            links = found.estimate()
-        else:
-            is_optimistic, found.is_settled = False, not is_optimistic
-    return found
+    lines, rng, scouting = dict(known), np.random.default_rng(seed), 0
+    # The number of blind rounds equals the number of pairs of the busiest host.
+    blind = max(Counter(host for pair in {ordered(pair) for pair in known} for host in pair).values())
+    left = SCOUTED_ROUNDS - blind
+    while scouting < round(SCOUTING_SHARE * left):
+        pairs = scouting_round(num_hosts, lines, rng)
+        if not pairs and scouting < BLIND_SCOUTING_ROUNDS:
+            (pairs,) = blind_rounds(num_hosts, (), 1, rng, done=lines) or ((),)
+        if 2 * len(pairs) < LEAST_SCOUTS * num_hosts or not allows():
+            break
+        lines.update(measure([pairs]))
+        scouting += 1
+    groups = tuple(one.group_H for one in reversed(groupings_of(num_hosts, lines)))
+    random = 0
+    for pairs in blind_rounds(num_hosts, groups, left - scouting, rng, done=lines):
+        if not allows():
+            break
+        lines.update(measure([pairs]))
+        random += 1
+    return Scouted(lines=lines, scouting=scouting, random=random)

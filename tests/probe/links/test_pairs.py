@@ -10,6 +10,7 @@ from datetime import timedelta
 from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -34,7 +35,6 @@ from pipette_launch.probe.links.pairs import (
     Tally,
     condensed,
     direction_s,
-    in_step,
     in_turns,
     ladder,
     local_groups,
@@ -46,9 +46,9 @@ from pipette_launch.probe.links.pairs import (
     settled,
     undisturbed,
 )
-from pipette_launch.probe.links.selection import Line, Lines, Measure, Round, all_pairs
+from pipette_launch.probe.links.selection import Lines, Measure, Round, Scouted, all_pairs
 from pipette_launch.probe.lockstep import Budget, Lockstep
-from pipette_launch.probe.messages import LinkSamples, WarmupOrder
+from pipette_launch.probe.messages import LinkSamples, WarmupOrder, WorkerResult
 
 SIZES = (8, 65536, 1 << 19, 1 << 21)
 
@@ -565,40 +565,47 @@ def samples_of(rank: int, rounds: Sequence[Round]) -> list[LinkSamples]:
     """Return a rank's samples in these rounds, with times that identify the rank."""
     peers = [other for one in rounds for pair in one for other in pair if rank in pair and other != rank]
     samples = Samples(values_s=(1.0 + rank,))
-    return [LinkSamples(source=rank, target=peer, sizes_bytes=(8,), samples=(samples,)) for peer in peers]
-
-
-def merged(links: Sequence[LinkSamples]) -> Lines:
-    """Merge samples of hosts with one device."""
-    return {(link.source, link.target): Line(0.0, link.samples[0].median_s) for link in links}
+    return [LinkSamples(source=rank, target=peer, sizes_bytes=(8, 64), samples=(samples,) * 2) for peer in peers]
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
-def test_all_ranks_measure_what_rank_0_chooses(turns: int) -> None:
+def test_all_ranks_measure_what_rank_0_chooses(turns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank measures the same rounds, rank 0 gets all links, and all ranks end with it."""
     store = dist.HashStore()
     rounds: tuple[Round, ...] = (((0, 1), (2, 3)), ((0, 2),))
     heard: dict[int, list[Sequence[Round]]] = {rank: [] for rank in range(4)}
-    ends: dict[int, object] = {}
+    ends: dict[int, WorkerResult] = {}
+    seen: list[Lines] = []
 
-    def decide(measure: Measure) -> list[Lines]:
-        return [measure(rounds) for _ in range(turns)]
+    def choose(num_hosts: int, known: Lines, *, measure: Measure, **_: object) -> Scouted:
+        assert (4, {}) == (num_hosts, known)
+        seen.extend(measure(rounds) for _ in range(turns))
+        return Scouted(lines={}, scouting=2 * turns, random=0)
+
+    class Meter(NamedTuple):
+        options: WarmupOrder
+        lockstep: Lockstep
+        bound_s: float
+
+        def measure(self, some: Sequence[Round]) -> tuple[LinkSamples, ...]:
+            heard[self.lockstep.rank].append(tuple(some))
+            return tuple(samples_of(self.lockstep.rank, some))
+
+    monkeypatch.setattr(pairs, "scout", choose)
+    monkeypatch.setattr(pairs, "LinkMeter", Meter)
+    options = tiny_options(tmp_path, hosts=4, devices=1, full_hosts=3)
 
     def work(rank: int) -> None:
-        def take(some: Sequence[Round]) -> list[LinkSamples]:
-            heard[rank].append(tuple(some))
-            return samples_of(rank, some)
-
         lockstep = Lockstep(store=store, rank=rank, world_size=4, timeout_s=10)
-        ends[rank] = in_step(lockstep, take, merged, decide, patience_s=1.0)
+        budget = Budget(started_s=0.0, budget_s=1.0, clock=lambda: 0.0)
+        ends[rank] = pairs.explore(options, dict, lockstep=lockstep, budget=budget)
 
     run_all([lambda rank=rank: work(rank) for rank in range(4)])  # type: ignore[misc]
 
-    expected = {(0, 1): 1.0, (1, 0): 2.0, (2, 3): 3.0, (3, 2): 4.0, (0, 2): 1.0, (2, 0): 3.0}
     assert [[rounds] * turns] * 4 == list(heard.values())
-    assert [{pair: Line(0.0, value) for pair, value in expected.items()}] * turns == ends[0][1]  # type: ignore[attr-defined]
-    assert [2 * turns, turns, 2 * turns, turns] == [len(ends[rank][0]) for rank in range(4)]  # type: ignore[attr-defined]
-    assert all(ends[rank][1] is None for rank in (1, 2, 3))  # type: ignore[attr-defined]
+    assert [{(0, 1), (1, 0), (2, 3), (3, 2), (0, 2), (2, 0)}] * turns == [set(lines) for lines in seen]
+    assert [2 * turns, turns, 2 * turns, turns] == [len(ends[rank].links) for rank in range(4)]
+    assert [bool(turns), False, False, False] == [bool(ends[rank].notes) for rank in range(4)]
 
 
 def run_all(works: Sequence[Callable[[], None]]) -> None:

@@ -1,4 +1,4 @@
-"""Tests of the choice of links: rounds of disjoint pairs, groups of near hosts, estimates, and the rounds of a pass."""
+"""Tests of the choice of links: rounds of disjoint pairs, groups of near hosts, estimates, and scouting."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipette_launch.facts import Links
 from pipette_launch.probe.links.selection import (
+    SCOUTED_ROUNDS,
     Line,
     Lines,
-    Measure,
     Pair,
     Place,
     Round,
-    Survey,
     all_pairs,
     blind_rounds,
+    changed_links,
     estimate,
     groupings_of,
     lowest_level,
-    most_rounds,
     rounds_of,
+    scout,
     scouting_round,
-    survey,
     switch_groups,
     tiers_between,
 )
@@ -57,20 +55,6 @@ def test_every_pair_is_in_one_round(pairs: list[Pair]) -> None:
     assert len(rounds) <= max(2 * degree(wanted) - 1, 0)
 
 
-@given(pairs=PAIRS, most=st.integers(1, 8))
-def test_a_limit_keeps_the_first_pairs(pairs: list[Pair], most: int) -> None:
-    """The limit holds, and a pair is left out only if every round has an earlier pair of one of its hosts."""
-    rounds = rounds_of(pairs, most=most)
-
-    asked = list(dict.fromkeys((min(pair), max(pair)) for pair in pairs))
-    kept = [pair for pair in asked if any(pair in one for one in rounds)]
-    assert len(rounds) <= most
-    assert are_matchings(rounds)
-    for pair in set(asked) - set(kept):
-        earlier = {host for there in asked[: asked.index(pair)] if there in kept for host in there}
-        assert pair[0] == pair[1] or (len(rounds) == most and earlier & set(pair))
-
-
 def test_a_plan_of_many_hosts_takes_few_rounds() -> None:
     """Rings along rows and paths along columns of 1,280 hosts, 4 links a host: 5 rounds or fewer."""
     seat_PR = np.arange(1280).reshape(16, 80)
@@ -94,7 +78,7 @@ def test_all_pairs_take_the_fewest_rounds(hosts: int, rounds: int) -> None:
 def test_blind_rounds_are_new_matchings(hosts: int, count: int, seed: int, tier: int) -> None:
     """With or without switches: matchings, no pair twice, no empty round, at most `count` rounds."""
     places = [("root", f"pod{host // 16}", f"leaf{host // 4}")[: tier + 1] for host in range(hosts)] if tier else []
-    rounds = blind_rounds(hosts, places, count, np.random.default_rng(seed))
+    rounds = blind_rounds(hosts, switch_groups(hosts, places), count, np.random.default_rng(seed))
 
     pairs = [pair for one in rounds for pair in one]
     assert 1 <= len(rounds) <= count
@@ -106,19 +90,12 @@ def test_blind_rounds_are_new_matchings(hosts: int, count: int, seed: int, tier:
 def test_every_tier_of_switches_gets_its_rounds() -> None:
     """Four of eight rounds stay below the leaves, two use each higher tier, and nearly all hosts are busy."""
     places = [("root", f"pod{host // 64}", f"leaf{host // 8}") for host in range(256)]
-    rounds = blind_rounds(256, places, 8, np.random.default_rng(1))
+    rounds = blind_rounds(256, switch_groups(256, places), 8, np.random.default_rng(1))
 
     shared = [Counter(sum(a == b for a, b in zip(places[i], places[j], strict=True)) for i, j in one) for one in rounds]
     assert [3, 2, 3, 1, 3, 2, 3, 1] == [max(one) for one in shared]
     assert all(len(one) == 1 for one in shared)
     assert min(len(one) for one in rounds) >= 110
-
-
-def test_hosts_below_unknown_switches_get_more_rounds() -> None:
-    """Scouting needs extra rounds, unless the switches are known."""
-    known = [("root", f"leaf{host // 16}") for host in range(65)]
-
-    assert [40, 30] == [most_rounds([()] * 65), most_rounds(known)]
 
 
 def test_switches_that_tell_nothing_are_no_tier() -> None:
@@ -169,7 +146,7 @@ def measured(seconds_HH: Floats, pairs: list[Pair]) -> dict[Pair, Line]:
 def scouted(seconds_HH: Floats, rng: np.random.Generator, rounds: int) -> tuple[dict[Pair, Line], int]:
     """Measure four blind rounds, and scout until nothing is open; returns lines and number of scouting rounds."""
     hosts = len(seconds_HH)
-    blind = [pair for one in blind_rounds(hosts, (), 8, rng) for pair in one]
+    blind = [pair for one in blind_rounds(hosts, (), 4, rng) for pair in one]
     lines = measured(seconds_HH, blind)
     for done in range(rounds):
         pairs = scouting_round(hosts, lines, rng)
@@ -192,11 +169,11 @@ def test_racks_are_found_in_few_rounds(seed: int, slow: int) -> None:
     assert (near_HH != truth_HH).mean() <= 0.02
 
 
-def test_racks_are_found_without_an_adviser() -> None:
+def test_racks_are_found_above_64_hosts() -> None:
     """100 hosts in 10 racks: the blind sample misplaces 5 % of the pairs of hosts, and scouting at most 1 %."""
     rng = np.random.default_rng(0)
     places = racks(rng, 100, 10)
-    seconds_HH, blind = fabric(places, rng), blind_rounds(100, (), 8, rng)
+    seconds_HH, blind = fabric(places, rng), blind_rounds(100, (), 4, rng)
 
     def measure(rounds: Sequence[Round]) -> Lines:
         return measured(seconds_HH, [pair for one in rounds for pair in one])
@@ -204,13 +181,13 @@ def test_racks_are_found_without_an_adviser() -> None:
     def wrong(lines: Lines) -> float:
         return float(((inferred_tiers(100, lines) == 0) != (tiers_of(places) == 0)).mean())
 
-    found = survey(100, measure(blind), measure=measure, advise=None, most_rounds=40)
+    found = scout(100, measure(blind), measure=measure)
 
-    assert 4 == len(blind)
     assert wrong(measure(blind)) > 0.05
     assert wrong(found.lines) <= 0.01
-    assert found.rounds <= 20
-    assert f"links: {found.rounds} more rounds to find hosts that are near each other" == found.words()
+    assert found.scouting <= 20
+    assert SCOUTED_ROUNDS == 4 + found.scouting + found.random
+    assert f"links: {found.scouting} more rounds to find hosts near each other, and {found.random} of" in found.words()
 
 
 @pytest.mark.parametrize(("hosts", "slow", "rounds"), [(128, 6, 14), (256, 10, 26)])
@@ -241,7 +218,7 @@ def test_a_disturbed_link_does_not_join_racks() -> None:
     rng = np.random.default_rng(2)
     places = racks(rng)
     seconds_HH = fabric(places, rng)
-    one, other = next(pair for one in blind_rounds(HOSTS, (), 8, np.random.default_rng(2)) for pair in one)
+    one, other = next(pair for one in blind_rounds(HOSTS, (), 4, np.random.default_rng(2)) for pair in one)
     rng = np.random.default_rng(2)
     seconds_HH[one, other] = seconds_HH[other, one] = 1 / 10e9
     lines, _ = scouted(seconds_HH, rng, 18)
@@ -257,7 +234,7 @@ def test_a_flat_network_has_no_tiers(noise: float) -> None:
     """Noise alone makes no groups, so there is nothing to scout."""
     rng = np.random.default_rng(3)
     seconds_HH = fabric([()] * HOSTS, rng, noise=noise)
-    lines = measured(seconds_HH, [pair for one in blind_rounds(HOSTS, (), 16, rng) for pair in one])
+    lines = measured(seconds_HH, [pair for one in blind_rounds(HOSTS, (), 8, rng) for pair in one])
 
     assert () == groupings_of(HOSTS, lines)
     assert scouting_round(HOSTS, lines, rng) == ()
@@ -298,7 +275,8 @@ def in_tiers(ends_HH: Floats) -> Floats:
 
 def seen(rates_HH: Floats, count: int, places: list[Place], seed: int = 0) -> dict[tuple[int, int], Line]:
     """Return the lines of `count` blind rounds: latency of 1 us for each tier, both directions."""
-    pairs = [pair for one in blind_rounds(NUM_HOSTS, places, count, np.random.default_rng(seed)) for pair in one]
+    groups = switch_groups(NUM_HOSTS, places)
+    pairs = [pair for one in blind_rounds(NUM_HOSTS, groups, count, np.random.default_rng(seed)) for pair in one]
     return {
         (a, b): Line(1e-6 * (1 + int(TIER_HH[a, b])), 1 / float(rates_HH[a, b]))
         for one, other in pairs
@@ -308,7 +286,7 @@ def seen(rates_HH: Floats, count: int, places: list[Place], seed: int = 0) -> di
 
 def errors(lines: Lines, rates_HH: Floats) -> Floats:
     """Return the relative errors of the links estimated from these lines."""
-    return np.abs(estimate(NUM_HOSTS, lines, PLACES).links.bandwidth_bytes_per_s / rates_HH - 1)[estimated_HH(lines)]
+    return np.abs(estimate(NUM_HOSTS, lines, PLACES).bandwidth_bytes_per_s / rates_HH - 1)[estimated_HH(lines)]
 
 
 def estimated_HH(lines: Lines) -> NDArray[np.bool_]:
@@ -348,9 +326,9 @@ def test_what_was_measured_stays_as_it_is() -> None:
     lines = {(0, 1): Line(1e-6, 1e-9), (1, 0): Line(2e-6, 2e-9), (2, 3): Line(1e-6, 1e-9)}
     found = estimate(4, lines)
 
-    assert found.links.bandwidth_bytes_per_s[0, 1] == pytest.approx(1e9)
-    assert found.links.bandwidth_bytes_per_s[1, 0] == pytest.approx(5e8)
-    assert 2e-6 == found.links.latency_s[1, 0]
+    assert found.bandwidth_bytes_per_s[0, 1] == pytest.approx(1e9)
+    assert found.bandwidth_bytes_per_s[1, 0] == pytest.approx(5e8)
+    assert 2e-6 == found.latency_s[1, 0]
 
 
 def test_latencies_are_those_of_the_tier() -> None:
@@ -361,23 +339,9 @@ def test_latencies_are_those_of_the_tier() -> None:
         PLACES,
     )
 
-    off_HH = found.links.latency_s - 1e-6 * (1 + TIER_HH)
+    off_HH = found.latency_s - 1e-6 * (1 + TIER_HH)
     np.fill_diagonal(off_HH, 0.0)
     assert np.abs(off_HH).max() < 1e-12
-
-
-def test_hope_is_above_what_is_likely_and_only_for_what_was_not_measured() -> None:
-    """An optimistic estimate is higher than the likely one; measured links are equal in both."""
-    rng = np.random.default_rng(5)
-    rates_HH = in_tiers(1 - np.minimum(np.abs(rng.normal(0, 0.08, (NUM_HOSTS, NUM_HOSTS))), 0.5))
-    lines = seen(rates_HH, 12, PLACES)
-    found = estimate(NUM_HOSTS, lines, PLACES)
-
-    above_HH = found.optimistic.bandwidth_bytes_per_s / (found.links.bandwidth_bytes_per_s + np.eye(NUM_HOSTS))
-    guessed_HH = estimated_HH(lines)
-    assert above_HH[~guessed_HH & ~np.eye(NUM_HOSTS, dtype=bool)] == pytest.approx(1.0)
-    assert 1.02 < above_HH[guessed_HH].min()
-    assert above_HH[guessed_HH].max() < 1.3
 
 
 def test_a_tier_without_a_measurement_is_like_its_neighbour() -> None:
@@ -389,136 +353,34 @@ def test_a_tier_without_a_measurement_is_like_its_neighbour() -> None:
     }
     found = estimate(NUM_HOSTS, lines, PLACES)
 
-    assert found.links.bandwidth_bytes_per_s[0, NUM_HOSTS - 1] == pytest.approx(40e9)
+    assert found.bandwidth_bytes_per_s[0, NUM_HOSTS - 1] == pytest.approx(40e9)
 
 
-def noisy_rates(hosts: int, seed: int) -> Floats:
-    """Return bytes/s of links that differ at random."""
-    rates_HH = np.random.default_rng(seed).uniform(1e9, 4e9, (hosts, hosts))
-    return np.minimum(rates_HH, rates_HH.T)
-
-
-def meter(rates_HH: Floats, taken: list[Round]) -> Measure:
-    """Return a function that measures exactly and records the rounds."""
+@settings(max_examples=30, deadline=None)
+@given(hosts=st.integers(8, 24), seed=st.integers(0, 99), time=st.integers(0, 40))
+def test_no_pair_is_measured_twice_and_the_rounds_are_kept(hosts: int, seed: int, time: int) -> None:
+    """Rounds are matchings, within the limit and the time."""
+    rng = np.random.default_rng(seed)
+    seconds_HH = fabric(racks(rng, hosts, 4), rng)
+    blind = blind_rounds(hosts, (), 4, rng)
+    taken, left = list(blind), iter(range(time))
 
     def measure(rounds: Sequence[Round]) -> Lines:
         taken.extend(rounds)
-        pairs = [pair for one in rounds for pair in one]
-        return {(a, b): Line(0.0, 1 / float(rates_HH[a, b])) for pair in pairs for a, b in (pair, pair[::-1])}
+        return measured(seconds_HH, [pair for one in rounds for pair in one])
 
-    return measure
-
-
-def ring(links: Links) -> list[Pair]:
-    """Return a ring through all hosts: each goes to the fastest link that is left."""
-    order = [0]
-    while len(order) < links.size:
-        rates_H = links.bandwidth_bytes_per_s[order[-1]].copy()
-        rates_H[order] = -1.0
-        order.append(int(rates_H.argmax()))
-    return list(zip(order, [*order[1:], order[0]], strict=True))
-
-
-def seconds(rates_HH: Floats, pairs: Sequence[Pair]) -> float:
-    """Return the seconds per byte around the ring."""
-    return sum(1 / float(rates_HH[pair]) for pair in pairs)
-
-
-def adapted(rates_HH: Floats, taken: list[Round], *, most_rounds: int = 14, seed: int = 0) -> Survey:
-    """Measure four blind rounds, then scout and plan."""
-    measure = meter(rates_HH, taken)
-    blind = blind_rounds(len(rates_HH), (), 4, np.random.default_rng(seed))
-    return survey(len(rates_HH), measure(blind), measure=measure, advise=ring, most_rounds=most_rounds)
-
-
-@settings(max_examples=30)
-@given(hosts=st.integers(8, 24), seed=st.integers(0, 99), most_rounds=st.integers(0, 20))
-def test_no_pair_is_measured_twice_and_the_rounds_are_kept(hosts: int, seed: int, most_rounds: int) -> None:
-    """Rounds are matchings within the limit, and a settled plan uses measured links only."""
-    taken: list[Round] = []
-    found = adapted(noisy_rates(hosts, seed), taken, most_rounds=most_rounds, seed=seed)
+    known = measured(seconds_HH, [pair for one in blind for pair in one])
+    found = scout(hosts, known, measure=measure, allows=lambda: next(left, None) is not None, seed=seed)
 
     pairs = [pair for one in taken for pair in one]
-    assert len(pairs) == len(set(pairs))
-    assert all(len({host for pair in one for host in pair}) == 2 * len(one) for one in taken)
-    assert found.rounds <= most_rounds
+    assert are_matchings(taken)
     assert sorted(pairs) == sorted({(min(pair), max(pair)) for pair in found.lines})
-    if found.is_settled:
-        assert all(pair in found.lines for pair in ring(found.estimate().links))
+    assert len(pairs) == len(set(pairs))
+    assert len(taken) - len(blind) == found.scouting + found.random <= min(time, SCOUTED_ROUNDS - len(blind))
 
 
-def test_passes_are_worth_more_than_as_many_blind_rounds() -> None:
-    """On 40 hosts with random links, rings planned after plan rounds beat those after blind rounds."""
-    excess: list[tuple[float, float]] = []
-    for seed in range(20):
-        rates_HH = noisy_rates(40, seed)
-        taken: list[Round] = []
-        found = adapted(rates_HH, taken, seed=seed)
-        blind_taken: list[Round] = []
-        measure = meter(rates_HH, blind_taken)
-        blind = measure(blind_rounds(40, (), len(taken), np.random.default_rng(seed)))
-        nothing = survey(40, blind, measure=measure, advise=ring, most_rounds=0)
-        best = seconds(rates_HH, ring(Links(latency_s=np.zeros((40, 40)), bandwidth_bytes_per_s=rates_HH)))
-        one, other = (seconds(rates_HH, ring(way.estimate().links)) / best - 1 for way in (found, nothing))
-        excess.append((one, other))
+def test_a_link_counts_as_changed_beyond_ten_percent() -> None:
+    """Only links that both warm-ups measured are compared."""
+    known = {(0, 1): Line(0.0, 1.0), (1, 0): Line(0.0, 1.0), (0, 2): Line(0.0, 1.0)}
 
-    adaptive, blindly = np.mean(excess, axis=0)
-    assert adaptive < 0.95 * blindly
-
-
-def test_cached_links_are_verified_where_plans_use_them() -> None:
-    """Only the ring's 12 links are measured again; a link at half its rate is found and avoided."""
-    rates_HH = noisy_rates(12, 1)
-    taken: list[Round] = []
-    everything = meter(rates_HH, [])([tuple((a, b) for a in range(12) for b in range(a + 1, 12))])
-    used = ring(Links(latency_s=np.zeros((12, 12)), bandwidth_bytes_per_s=rates_HH))
-    one, other = used[3]
-    now_HH = rates_HH.copy()
-    now_HH[one, other] = now_HH[other, one] = rates_HH[one, other] / 2
-    found = survey(12, everything, measure=meter(now_HH, taken), advise=ring, most_rounds=12, is_cached=True)
-
-    assert [(min(one, other), max(one, other))] == found.changed
-    assert found.is_settled
-    assert 12 == found.passes[0].new
-    assert len(taken) <= 9
-    assert (one, other) not in ring(found.estimate().links)
-
-
-def test_unchanged_cached_links_take_one_pass() -> None:
-    """Without changes, at most 3 rounds confirm the links in use."""
-    rates_HH = noisy_rates(12, 1)
-    taken: list[Round] = []
-    everything = meter(rates_HH, [])([tuple((a, b) for a in range(12) for b in range(a + 1, 12))])
-    found = survey(12, everything, measure=meter(rates_HH, taken), advise=ring, most_rounds=12, is_cached=True)
-
-    assert found.changed == []
-    assert found.is_settled
-    assert len(taken) <= 3
-    assert [12, 0] == [one.new for one in found.passes]
-
-
-def test_a_link_that_cannot_be_measured_is_not_asked_for_again() -> None:
-    """A measurement without a result does not repeat for ever."""
-    rates_HH = noisy_rates(8, 2)
-    blind = meter(rates_HH, [])(blind_rounds(8, (), 2, np.random.default_rng(0)))
-    calls: list[Sequence[Round]] = []
-
-    def dead(rounds: Sequence[Round]) -> Lines:
-        calls.append(rounds)
-        return {}
-
-    found = survey(8, blind, measure=dead, advise=ring, most_rounds=30)
-
-    assert found.is_settled
-    assert len(calls) <= 4
-    assert blind == found.lines
-
-
-def test_a_spent_budget_ends_the_passes() -> None:
-    """Without time the adviser does not plan, and nothing is measured."""
-    rates_HH = noisy_rates(8, 2)
-    known = meter(rates_HH, [])(blind_rounds(8, (), 2, np.random.default_rng(0)))
-    taken: list[Round] = []
-    found = survey(8, known, measure=meter(rates_HH, taken), advise=ring, most_rounds=9, allows=lambda: False)
-
-    assert ([], [], False) == (taken, found.passes, found.is_settled)
+    assert ((0, 1),) == changed_links(known, {(0, 1): Line(0.0, 1.2), (1, 0): Line(0.0, 1.05), (2, 3): Line(0.0, 9.0)})

@@ -23,7 +23,6 @@ SIZE_LIMITS_BYTES = {"cpu": (64 << 10, 2 << 20), "cuda": (1 << 20, 64 << 20)}
 no faster per byte."""
 LEAST_REACH = 32
 """Least ratio of the largest message size to the smallest; a fit of latency and bandwidth needs distant sizes."""
-ADVISER = f"{__package__}.measuring_advice"
 PATCH_RUNNER = "pipette_patches.run"
 SCHEDULES = "schedules"
 """Name of the patch that runs pipeline schedules which Megatron lacks."""
@@ -72,8 +71,7 @@ def probe_options(
         hosts=hosts,
         cases=cases,
         message_sizes_bytes=message_sizes_bytes(job, cases, kind),
-        # The worker appends the names of the question file and the answer file.
-        adviser=(_python(), "-m", ADVISER, *map(str, (options.margin, options.memory_margin, options.seed))),
+        has_adviser=True,
         known=str(known) if known and known.exists() else "",
         budget_s=options.budget_s,
         # The training imports the megatron-core beside the script, so the warm-up must import the same megatron-core.

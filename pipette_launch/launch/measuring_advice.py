@@ -1,15 +1,15 @@
-"""The adviser: `python -m pipette_launch.launch.measuring_advice MARGIN MEMORY_MARGIN SEED QUESTION ANSWER`.
+"""The adviser: a short search in the launcher that tells a warm-up what to measure.
 
-A warm-up starts the adviser after measuring links and before measuring collectives. The adviser searches plans for a
-few seconds with the measurements so far. The answer lists the groups and stages of the shortlisted plans, which the
-warm-up then measures. The adviser does not import torch.
+The first worker of a warm-up asks after measuring links and before measuring collectives. The adviser searches plans
+for a few seconds with the measurements so far. The answer lists the groups and stages of the shortlisted plans, which
+the warm-up then measures.
 """
 
 # Letters of array axes: N = pairs of ranks, G = groups, K = members of a group, W = ranks.
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,32 +23,33 @@ from pipette_launch.cost.communication.exchanges import collective_dimensions
 from pipette_launch.cost.compute.carried_over import with_extrapolated_times
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.memory.peak import peak_memory_bytes
-from pipette_launch.errors import PipetteError, PlanError
+from pipette_launch.errors import PlanError
 from pipette_launch.facts import Choice, Job, Layout, Plan, files
 from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.messages import Advice, Dimension, MeasuringQuestion, StageCase
 from pipette_launch.planning.plan import best_plan
 from pipette_launch.search.solve import SolveOptions
-from pipette_launch.text import plural, printable
+from pipette_launch.text import plural
 
 Ints = NDArray[np.int64]
+logger = logging.getLogger(__name__)
 MOST_DIMENSIONS = 8
 MOST_STAGES = 8
 
 
-def main(arguments: Sequence[str], clock: Callable[[], float]) -> int:
-    """Answer one question file of a warm-up. Return the exit code, and print an error on one line."""
-    margin, memory_margin, seed, question, answer = arguments
+def answer(question: Path, answer: Path, *, margin: float, memory_margin: float, seed: int) -> None:
+    """Answer a question file of a warm-up; an answer without advice has the reason."""
     try:
-        asked = files.read(Path(question), MeasuringQuestion)
-        options = SolveOptions(
-            budget_s=asked.budget_s, margin=float(margin), memory_margin=float(memory_margin), seed=int(seed)
-        )
-        files.write(Path(answer), advise(asked, options, clock))
-    except (ValueError, OSError, PipetteError) as error:
-        sys.stderr.write(f"pipette: no advice: {printable(' '.join(str(error).split()))}\n")
-        return 1
-    return 0
+        asked = files.read(question, MeasuringQuestion)
+        options = SolveOptions(budget_s=asked.budget_s, margin=margin, memory_margin=memory_margin, seed=seed)
+        found = advise(asked, options, time.monotonic)
+    except Exception as error:
+        # The warm-up goes on with standard groups.
+        logger.debug("no advice", exc_info=True)
+        found = Advice(words=f"there is no advice: {type(error).__name__}: {' '.join(str(error).split())}")
+    # The folder is gone if the warm-up has ended meanwhile.
+    if answer.parent.exists():
+        files.write(answer, found)
 
 
 def advise(question: MeasuringQuestion, options: SolveOptions, clock: Callable[[], float]) -> Advice:
@@ -113,7 +114,3 @@ def stage_cases(job: Job, shortlist: Sequence[Choice], table: ComputeTable) -> t
     for case in (*first, *filter(None, chain.from_iterable(zip_longest(*ranked)))):
         found.setdefault((case.layout, case.pp_rank), case)
     return tuple(found.values())[:MOST_STAGES]
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], time.monotonic))

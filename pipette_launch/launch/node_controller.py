@@ -41,7 +41,7 @@ from pipette_launch.launch.terminal import Terminal, parts_words
 from pipette_launch.launch.training import OutcomeTracker, Recovery, Slowdown, device_peaks, has_trained
 from pipette_launch.launch.trials import trial_progress
 from pipette_launch.probe.health import inventory
-from pipette_launch.probe.messages import Sign, WarmupOrder, last_error, last_sign, wait_s
+from pipette_launch.probe.messages import Sign, WarmupOrder, last_error, last_sign, open_question, wait_s
 from pipette_launch.report.plan import outcome_line
 from pipette_launch.text import say
 
@@ -137,6 +137,8 @@ class NodeController:
         self._slowdown: Slowdown | None = None
         self._terminal = Terminal(options)
         self._leads, self._measured_from_s, self._num_iterations = False, 0.0, 0
+        self._answering: Thread | None = None
+        """Thread that answers a question of the warm-up; None before the first question."""
 
     def describe(self, script: WorkerCommand, *, num_slots: int, address: str, interruption: type[Exception]) -> str:
         """Describe this node, which would run `script` under torchrun; return the token that names its agent.
@@ -343,13 +345,30 @@ class NodeController:
     # -- warm-up and trials ---------------------------------------------------------------------------------------
 
     def warmup_goes_on(self, *, leads: bool) -> None:
-        """Show the progress of the warm-up on the node of RANK 0 (`leads`)."""
+        """Show the progress of the warm-up on the node of RANK 0 (`leads`), and answer its questions."""
         self._leads = leads
         if leads:
             # On the node of RANK 0, the first worker is RANK 0.
             sign = self.warmup_sign(0)[0]
             self._terminal.warmup_goes_on(sign)
             self._metrics.warming_up(sign)
+            self._answer_question()
+
+    def _answer_question(self) -> None:
+        """Answer a question of the warm-up's first worker in a thread, because the search for an answer takes seconds.
+
+        A daemon thread never delays the end of the launcher.
+        """
+        asked = open_question(self.progress_folder)
+        if asked is None or (self._answering is not None and self._answering.is_alive()):
+            return
+        # Import the search only here, because a start with a cached plan does not search.
+        from pipette_launch.launch.measuring_advice import answer
+
+        options = self._coordinator.planner.options
+        margins = {"margin": options.margin, "memory_margin": options.memory_margin, "seed": options.seed}
+        self._answering = Thread(target=answer, args=asked, kwargs=margins, name="pipette-advice", daemon=True)
+        self._answering.start()
 
     def warmup_sign(self, local_rank: int) -> tuple[Sign | None, str]:
         """Return the last progress message of a local warm-up worker, and the error that this worker reported."""

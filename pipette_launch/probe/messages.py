@@ -25,6 +25,8 @@ FULL_HOSTS = 64
 """Up to this number of hosts, every pair of hosts is measured."""
 BLIND_ROUNDS = 4
 """Jobs with more hosts below unknown switches measure this number of rounds of random pairs before scouting."""
+QUESTION, ANSWER = "question-{}.json", "advice-{}.json"
+"""Names of the files by which rank 0 asks its launcher for advice, with the process and number of the question."""
 TINY_BYTES = 8
 """Bytes of an acknowledgement, and of the message from which the latency is computed."""
 MIN_SIZES = 3
@@ -76,9 +78,8 @@ class WarmupOrder(HostsOfJob):
     known: str = ""
     """File of an earlier warm-up of these hosts, readable by rank 0; empty = none. If a sample of its links has not
     changed, the links come from this file."""
-    adviser: tuple[str, ...] = ()
-    """Command of the adviser, which reads a MeasuringQuestion and writes an Advice, without the two file names; empty =
-    no adviser. The caller names the command, because this package imports no planner."""
+    has_adviser: bool = False
+    """True if the launcher of rank 0's node answers questions about the groups and stages to time."""
     script: tuple[str, ...] = ()
     """The job's script as Python's arguments: a file, or `-m` and a module. If the script is empty, the measured models
     are built from the job's flags."""
@@ -343,6 +344,15 @@ class Progress:
         temporary = self.folder / f".{name}.{os.getpid()}"
         temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(self.folder / name)
+
+
+def open_question(folder: Path) -> tuple[Path, Path] | None:
+    """Return the files of a question without an answer and of its answer; None if every question has an answer."""
+    for question in sorted(folder.glob(QUESTION.format("*"))):
+        answer = folder / ANSWER.format(question.stem.partition("-")[2])
+        if not answer.exists():
+            return question, answer
+    return None
 
 
 def last_sign(folder: Path, local_rank: int) -> Sign | None:

@@ -16,7 +16,7 @@ import datetime as dt
 import logging
 import os
 import statistics
-import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from pipette_launch.defaults import ADVISER_START_S
-from pipette_launch.errors import FileFormatError, PipetteError, ProbeError
+from pipette_launch.errors import FileFormatError, ProbeError
 from pipette_launch.facts import Cluster, ComputeCase, ComputeTime, Job, LoadingTime, Measurements, files
 from pipette_launch.facts.health import Verdict
 from pipette_launch.facts.measurements import (
@@ -47,12 +47,12 @@ from pipette_launch.probe.links import collectives, pairs
 from pipette_launch.probe.links.fits import EarlierLinks, FoundLinks, found_links, group_times
 from pipette_launch.probe.links.selection import STALE, Lines, changed_links
 from pipette_launch.probe.lockstep import Budget, Lockstep
-from pipette_launch.probe.messages import WarmupOrder, WorkerResult, joined
+from pipette_launch.probe.messages import ANSWER, QUESTION, WarmupOrder, WorkerResult, joined
 from pipette_launch.text import counted, hertz_text, listed, plural, rate_text
 from pipette_patches.replacements import megatron_core_version
 
 logger = logging.getLogger(__name__)
-QUESTION, ANSWER = "question.json", "advice.json"
+LOOK_S = 0.05
 COLLECTIVES_LEAST = 0.1
 """Smallest share of the time budget that collectives get, even after a long compute phase."""
 ADVICE_SHARE = 0.8
@@ -81,6 +81,7 @@ class Phases:
     """Results of all workers on rank 0; empty on other ranks."""
     _dimensions: tuple[Dimension, ...] = field(default=(), init=False)
     _stages: tuple[StageCase, ...] = field(default=(), init=False)
+    _num_questions: int = field(default=0, init=False)
     _earlier: EarlierLinks | None = field(default=None, init=False)
     """Links of an earlier warm-up that are still used, on rank 0; None on other ranks."""
 
@@ -226,28 +227,28 @@ class Phases:
 
     @property
     def _has_adviser(self) -> bool:
-        return bool(self.options.adviser) and self.options.num_slots > 1
+        return self.options.has_adviser and self.options.num_slots > 1
 
     def _advice(self) -> Advice:
-        """Run the adviser with all measurements so far, and send the adviser's answer to all ranks."""
+        """Ask the adviser with all measurements so far, and send the adviser's answer to all ranks."""
         with self.progress.during("search"):
             self._send()
-            return self._shared(self._ask(self._measurements()) if self.rank == 0 else None)
+            return self._shared(self._ask() if self.rank == 0 else None)
 
     def _for_links(self) -> Budget:
         """Return a budget with time for links, even if the compute phase took longer than its share."""
         return self.budget.with_room(pairs.LINKS_SHARE, pairs.LINKS_LEAST)
 
-    def _ask(self, measurements: Measurements) -> Advice:
+    def _ask(self) -> Advice:
         least_s, most_s = ADVICE_S
         assert self.layers is not None
-        return ask(
-            self.options.adviser,
-            self.layers.job,
-            measurements,
-            folder=Path(self.options.output).parent,
+        question = MeasuringQuestion(
+            job=self.layers.job,
+            measurements=self._measurements(),
             budget_s=min(max(self.budget.left_s(ADVICE_SHARE), least_s), most_s),
         )
+        self._num_questions += 1
+        return ask(Path(self.options.progress_dir), f"{os.getpid()}-{self._num_questions}", question)
 
     def _shared(self, advice: Advice | None) -> Advice:
         """Send rank 0's advice to all ranks."""
@@ -320,32 +321,20 @@ def broadcast_text(text: str, device: torch.device) -> str:
     return data.cpu().numpy().tobytes().decode()
 
 
-def ask(command: Sequence[str], job: Job, measurements: Measurements, *, folder: Path, budget_s: float) -> Advice:
-    """Start the adviser and wait for its answer; if the adviser fails, the Advice is empty and has the reason.
+def ask(folder: Path, name: str, question: MeasuringQuestion) -> Advice:
+    """Ask this node's launcher, and wait for the answer; if none comes in time, the Advice is empty and has the reason.
 
-    `command` comes from the order; the names of the question file and the answer file, in `folder`, are appended.
-    `budget_s` limits the adviser's search.
+    `folder` has this node's progress messages, and `name` is the name of the question, unique in the folder.
     """
-    question, answer = folder / QUESTION, folder / ANSWER
-    try:
-        files.write(question, MeasuringQuestion(job=job, measurements=measurements, budget_s=budget_s))
-        done = subprocess.run(
-            [*command, str(question), str(answer)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=budget_s + ADVISER_START_S,
-            check=False,
-        )
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            return Advice(words=f"the adviser ended with exit code {done.returncode}: {last}")
-        return files.read(answer, Advice)
-    except subprocess.TimeoutExpired:
-        return Advice(words=f"the adviser did not answer within {budget_s + ADVISER_START_S:.0f} s")
-    except (OSError, PipetteError) as error:
-        return Advice(words=f"the adviser could not be asked: {error}")
+    patience_s = question.budget_s + ADVISER_START_S
+    answer = folder / ANSWER.format(name)
+    files.write(folder / QUESTION.format(name), question)
+    ends_s = time.monotonic() + patience_s
+    while not answer.exists():
+        if time.monotonic() >= ends_s:
+            return Advice(words=f"the launcher did not answer within {patience_s:.0f} s")
+        time.sleep(LOOK_S)
+    return files.read(answer, Advice)
 
 
 def not_measured(

@@ -17,7 +17,6 @@ from pipette_launch.facts.messages import Decision, Failure
 from pipette_launch.facts.plan import Shortage
 from pipette_launch.launch.cache import PLAN, SHORTAGE
 from pipette_launch.launch.coordinator import Coordinator
-from pipette_launch.probe.messages import WarmupOrder
 
 SHORT = Failure(cause="out of memory: the host's memory is exhausted", kind="out-of-host-memory", rank=0, exit_code=1)
 FULL, LEAN, LEANEST = 800, 700, 600
@@ -137,12 +136,11 @@ def test_each_job_begins_where_the_one_before_ended(folder: Path) -> None:
 def test_a_new_plan_says_what_bounds_it(folder: Path) -> None:
     """A note says so. The warm-up's cases, the plan and its fallback plans use the lower limit."""
     path = keep(folder, LEANEST, 1000)
-    one, warmup = job(folder)
+    one, _ = job(folder)
     margin = 1 - 0.92 * 0.599
-    orders = files.loads(WarmupOrder, warmup.order, "orders")
     after = trained(beginning(folder), 3)
 
-    assert margin == pytest.approx(float(orders.adviser[-2]))
+    assert margin == pytest.approx(one.planner.options.memory_margin)
     assert after.plan is not None
     limits = [plan.chosen.memory_shown.margin for plan in (after.plan, *after.plan.templates)]
     assert [margin, margin] == pytest.approx(limits)

@@ -1,13 +1,12 @@
-"""The groups and stages of shortlisted plans, and the adviser's process."""
+"""The groups and stages of shortlisted plans, and answers to question files."""
 
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from facts_for_tests import (
     drawn_cluster,
@@ -27,13 +26,11 @@ from pipette_launch.facts.messages import Advice, MeasuringQuestion
 from pipette_launch.launch import measuring_advice
 from pipette_launch.search.solve import SolveOptions
 
-ROOT = Path(__file__).parent.parent.parent
 QUESTION = MeasuringQuestion(
     job=tiny_job(8),
     measurements=tiny_measurements(drawn_cluster(random.Random(5), hosts=4, devices=2)),
     budget_s=2.0,
 )
-SETTINGS = ("0.02", "0.08", "0")
 EXPERTS = tiny_model(num_experts=4, moe_layer_freq=(1, 1, 1, 1))
 
 
@@ -164,41 +161,23 @@ def test_without_a_plan_the_answer_says_why() -> None:
     assert found.words.startswith("the measurements so far give no plan: ")
 
 
-def test_the_process_answers_without_torch(tmp_path: Path) -> None:
-    """The real command reads the question, writes the answer, and never imports torch."""
-    question, answer = tmp_path / "question.json", tmp_path / "advice.json"
-    files.write(question, replace(QUESTION, budget_s=0.5))
-    words = [
-        sys.executable,
-        "-X",
-        "importtime",
-        "-m",
-        "pipette_launch.launch.measuring_advice",
-        *SETTINGS,
-        str(question),
-        str(answer),
-    ]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-
-    assert (0, "") == (done.returncode, done.stdout)
-    assert " torch\n" not in done.stderr
-    assert files.read(answer, Advice).dimensions
+SETTINGS: dict[str, Any] = {"margin": 0.02, "memory_margin": 0.08, "seed": 0}
 
 
-def test_a_bad_question_is_answered_in_one_line(tmp_path: Path) -> None:
-    """The process ends with 1 and prints the fault of the file to stderr."""
+def test_a_question_file_is_answered(tmp_path: Path) -> None:
+    """The answer has groups of the job's plans."""
+    files.write(tmp_path / "question.json", replace(QUESTION, budget_s=0.5))
+    measuring_advice.answer(tmp_path / "question.json", tmp_path / "advice.json", **SETTINGS)
+
+    assert files.read(tmp_path / "advice.json", Advice).dimensions
+
+
+def test_a_bad_question_is_answered_with_the_reason(tmp_path: Path) -> None:
+    """The warm-up goes on at once. If its folder is gone, nothing happens."""
     (tmp_path / "question.json").write_text("{}")
-    words = [
-        sys.executable,
-        "-m",
-        "pipette_launch.launch.measuring_advice",
-        *SETTINGS,
-        str(tmp_path / "question.json"),
-        "answer.json",
-    ]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    measuring_advice.answer(tmp_path / "question.json", tmp_path / "advice.json", **SETTINGS)
+    measuring_advice.answer(tmp_path / "question.json", tmp_path / "gone" / "advice.json", **SETTINGS)
 
-    assert 1 == done.returncode
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("pipette: no advice: ")
-    assert "question.json" in line
+    found = files.read(tmp_path / "advice.json", Advice)
+    assert found.words.startswith("there is no advice: FileFormatError: ")
+    assert "question.json" in found.words

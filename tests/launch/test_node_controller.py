@@ -11,14 +11,14 @@ from threading import Event
 from typing import Any
 
 import pytest
-from facts_for_tests import nodes
+from facts_for_tests import nodes, tiny_cluster, tiny_job, tiny_measurements
 from gpu_rules.nvml import FakeNvml, install
 from launch.worlds import options, plan, records
 
 from pipette_launch.agent import job
 from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.facts import Layout, Plan, files
-from pipette_launch.facts.messages import RunTraining, RunWarmup
+from pipette_launch.facts.messages import Advice, MeasuringQuestion, RunTraining, RunWarmup
 from pipette_launch.facts.outcome import LiveJob, Outcome
 from pipette_launch.launch import terminal
 from pipette_launch.launch.commands import WorkerCommand, links_options
@@ -324,6 +324,23 @@ def test_a_warm_up_names_a_folder_that_nobody_could_foresee(tmp_path: Path, monk
     assert told.measured_path == Path(named.output) == made / "cluster.json"
     told._folder.remove()
     assert not made.exists()
+
+
+def test_a_question_of_the_warm_up_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher of RANK 0 finds the question in the folder of progress messages, and answers it once."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    told = begun(tmp_path)
+    question = MeasuringQuestion(job=tiny_job(4), measurements=tiny_measurements(tiny_cluster(2, 2)), budget_s=0.5)
+    files.write(told.progress_folder / "question-7-1.json", question)
+
+    told.warmup_goes_on(leads=True)
+    assert told._answering is not None
+    told._answering.join(60)
+    told.warmup_goes_on(leads=True)
+
+    assert files.read(told.progress_folder / "advice-7-1.json", Advice).dimensions
+    assert not told._answering.is_alive()
+    told._folder.remove()
 
 
 def test_memory_lines_go_into_the_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

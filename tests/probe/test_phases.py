@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
-from probe.workers import REFERENCE, OneRankStore, tiny_options
+from probe.workers import REFERENCE, OneRankStore, answer_next, tiny_options
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import ComputeTime, Links, LoadingTime, Samples
 from pipette_launch.facts.measurements import DeviceOverhead, LinkSurvey
-from pipette_launch.facts.messages import Advice, Dimension
+from pipette_launch.facts.messages import Advice, Dimension, MeasuringQuestion
 from pipette_launch.probe import phases
 from pipette_launch.probe.health.nvml import LoadReading
 from pipette_launch.probe.links.fits import EarlierLinks
 from pipette_launch.probe.links.selection import Line
 from pipette_launch.probe.lockstep import Budget, Lockstep
-from pipette_launch.probe.messages import LinkSamples, Pace, WarmupOrder, WorkerResult
+from pipette_launch.probe.messages import LinkSamples, Pace, WarmupOrder, WorkerResult, open_question
 from pipette_launch.probe.phases import Phases, _groups_words, _links_words, assemble
 
 RANK: dict[str, Any] = {"rank": 0, "world_size": 1, "timeout_s": 1.0}
 BUDGET = Budget(started_s=0.0, budget_s=1.0, clock=lambda: 0.0)
-HEAD = "import sys; from pathlib import Path; question, answer = map(Path, sys.argv[-2:]); "
-
-
-def ask(folder: Path, program: str) -> Advice:
-    """Run a small Python program as the adviser."""
-    measurements = tiny_measurements(tiny_cluster(1, 2), (REFERENCE,))
-    return phases.ask((sys.executable, "-c", HEAD + program), tiny_job(2), measurements, folder=folder, budget_s=1.0)
-
-
 BROADCAST = """
 import sys
 import pickle
@@ -60,47 +51,28 @@ def test_a_text_reaches_all_ranks_without_a_pickle(tmp_path: Path) -> None:
     assert [0, 0] == [one.wait(60) for one in ranks]
 
 
-def test_an_answer_is_read(tmp_path: Path) -> None:
-    """The adviser can read the question, and its answer is returned."""
-    program = (
-        "from pipette_launch.facts import files; from pipette_launch.facts.messages import Advice; "
-        "from pipette_launch.facts.messages import MeasuringQuestion; "
-        "asked = files.read(question, MeasuringQuestion); "
-        "files.write(answer, Advice(words=f'fine for {asked.job.own.world_size}'))"
-    )
-
-    assert Advice(words="fine for 2") == ask(tmp_path, program)
-
-
-@pytest.mark.parametrize(
-    ("program", "words"),
-    [
-        ("sys.exit('no plan fits')", "the adviser ended with exit code 1: no plan fits"),
-        ("answer.write_text('{')", "the adviser could not be asked: .*advice.json: not JSON"),
-        ("pass", "the adviser could not be asked: .*advice.json"),
-    ],
+QUESTION = MeasuringQuestion(
+    job=tiny_job(2), measurements=tiny_measurements(tiny_cluster(1, 2), (REFERENCE,)), budget_s=1.0
 )
-def test_a_failure_is_an_empty_advice_that_says_so(tmp_path: Path, program: str, words: str) -> None:
-    """The warm-up continues with its default groups."""
-    found = ask(tmp_path, program)
-
-    assert () == found.dimensions
-    assert re.match(words, found.words)
 
 
-def test_an_adviser_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After its time the warm-up continues without it."""
+def test_the_launcher_answers_a_question(tmp_path: Path) -> None:
+    """The launcher finds the question file once, and its answer is returned."""
+    answer = Thread(target=answer_next, args=(tmp_path, lambda asked: Advice(words=f"for {asked.job.own.world_size}")))
+    answer.start()
+
+    assert Advice(words="for 2") == phases.ask(tmp_path, "7-1", QUESTION)
+    assert open_question(tmp_path) is None
+    answer.join()
+
+
+def test_a_launcher_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up goes on with its standard groups, and says why."""
     monkeypatch.setattr(phases, "ADVISER_START_S", 0.0)
 
-    assert "the adviser did not answer within 1 s" == ask(tmp_path, "import time; time.sleep(60)").words
+    found = phases.ask(tmp_path, "7-1", replace(QUESTION, budget_s=0.1))
 
-
-def test_an_adviser_that_is_not_there_is_named(tmp_path: Path) -> None:
-    """The reason has the command."""
-    measurements = tiny_measurements(tiny_cluster(1, 2), (REFERENCE,))
-    found = phases.ask(("/no/such/adviser",), tiny_job(2), measurements, folder=tmp_path, budget_s=1.0)
-
-    assert "/no/such/adviser" in found.words
+    assert ((), "the launcher did not answer within 0 s") == (found.dimensions, found.words)
 
 
 def test_one_group_tells_for_all_of_its_shape() -> None:

@@ -4,12 +4,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from facts_for_tests import tiny_job, tiny_model
-from probe.workers import LATE_S, REFERENCE, run_workers, tiny_options
+from probe.workers import LATE_S, REFERENCE, answer_next, run_workers, tiny_options
 
 from pipette_launch.facts import ComputeCase, Layout, Measurements, files
+from pipette_launch.facts.messages import Advice, Dimension, MeasuringQuestion, StageCase
 from pipette_launch.probe.messages import last_sign
 from pipette_launch.probe.run import main
 
@@ -66,26 +68,27 @@ def test_two_hosts_of_two_are_measured(tmp_path: Path) -> None:
     assert ["done", "done"] == [sign.phase for sign in signs if sign]
 
 
+def advice(question: MeasuringQuestion) -> Advice:
+    """Return three groups and two stages, and other groups once the first ones are known."""
+    pairs = [("dp", (0, 2)), ("tp", (0, 1)), ("cp", (0, 2)), ("ep", (0, 2))]
+    if any(one.kind != "send" for one in question.measurements.collectives):
+        pairs = [("dp", (0, 1, 2)), ("tp", (1, 2))]
+    return Advice(
+        dimensions=tuple(Dimension(name=name, kinds=("all_reduce",), groups=(pair,)) for name, pair in pairs),
+        stages=(StageCase(layout=Layout(dp=3), pp_rank=0), StageCase(layout=Layout(pp=2, dp=3), pp_rank=1)),
+        words="one plan was looked at",
+    )
+
+
 def test_what_is_advised_is_measured(tmp_path: Path) -> None:
     """Three workers: a pair among them is a group, and the third keeps step; two run a stage, one of six ranks.
 
     The same pair is a group of several dimensions, between which its members were in different numbers of groups.
     Once these are known the adviser asks for more: that is measured, too, as far as it is new.
     """
-    program = (
-        "import sys; from pathlib import Path; from pipette_launch.facts import files; "
-        "from pipette_launch.facts.messages import MeasuringQuestion; "
-        "from pipette_launch.facts import Layout; "
-        "from pipette_launch.facts.messages import Advice, Dimension, StageCase; "
-        "pairs = ('dp', (0, 2)), ('tp', (0, 1)), ('cp', (0, 2)), ('ep', (0, 2)); "
-        "known = files.read(Path(sys.argv[1]), MeasuringQuestion).measurements.collectives; "
-        "pairs = [('dp', (0, 1, 2)), ('tp', (1, 2))] if any(one.kind != 'send' for one in known) else pairs; "
-        "dimensions = [Dimension(name=name, kinds=('all_reduce',), groups=(pair,)) for name, pair in pairs]; "
-        "cases = StageCase(layout=Layout(dp=3), pp_rank=0), StageCase(layout=Layout(pp=2, dp=3), pp_rank=1); "
-        "advice = Advice(dimensions=tuple(dimensions), stages=cases, words='one plan was looked at'); "
-        "files.write(Path(sys.argv[-1]), advice)"
-    )
-    options = tiny_options(tmp_path, hosts=3, devices=1, adviser=(sys.executable, "-c", program))
+    options = tiny_options(tmp_path, hosts=3, devices=1, has_adviser=True)
+    launcher = Thread(target=lambda: [answer_next(tmp_path / "progress", advice) for _ in range(2)])
+    launcher.start()
     outcome = run_workers(options, tmp_path)
     assert [0, 0, 0] == outcome.codes, outcome.errors
 

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +18,8 @@ from facts_for_tests import tiny_cluster, tiny_job
 
 from benchmarks.netlab import compare
 from pipette_launch.facts import ComputeCase, files
-from pipette_launch.probe.messages import WarmupOrder
+from pipette_launch.facts.messages import Advice, MeasuringQuestion
+from pipette_launch.probe.messages import WarmupOrder, open_question
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 200
@@ -72,6 +75,16 @@ class OneRankStore:
         """Time out at once, as torch's store does in the end."""
         if any(key not in self.values for key in keys):
             raise RuntimeError(f"wait timeout after {timeout}")
+
+
+def answer_next(folder: Path, advise: Callable[[MeasuringQuestion], Advice]) -> None:
+    """Answer the next question in a folder of progress messages, as a launcher does."""
+    ends_s = time.monotonic() + LIMIT_S
+    while (asked := open_question(folder)) is None and time.monotonic() < ends_s:
+        time.sleep(0.05)
+    assert asked is not None
+    question, answer = asked
+    files.write(answer, advise(files.read(question, MeasuringQuestion)))
 
 
 @dataclass(frozen=True)

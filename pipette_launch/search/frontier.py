@@ -94,19 +94,11 @@ class Frontier:
             taken.append(heapq.heappop(self._ready))
         return self._with_peaks(taken)
 
-    def neighbours(self, layout: Layout, *, below_s: float) -> list[Promising]:
-        """Return layouts that differ in one choice, fit, and have a bound below `below_s`; by rising bound."""
-        columns = self._base.neighbours(layout)
-        if not len(columns):
-            return []
-        least_M = self._bounds_s(columns)
-        order = np.argsort(least_M, kind="stable")
-        order = order[least_M[order] < below_s]
-        return self._fitting_ones([columns.layout(row) for row in order.tolist()])
-
     def leaner(self, count: int, *, most_bytes: float, below_s: float) -> list[Promising]:
         """Return `count` layouts that need at most `most_bytes`, by rising bound up to a step time."""
         rows = self._order_N[: bisect.bisect_left(self._rough, below_s)]
+        if not len(rows):
+            return []
         different = self._base.columns.take(rows).groups(*ALL_DEGREES, "vpp", "micro_batch_size").first_U
         spread = np.linspace(0, len(different) - 1, min(len(different), OPENED_AT_ONCE)).astype(np.int64)
         _, columns = self._base.variants(rows[np.sort(different)[spread]])

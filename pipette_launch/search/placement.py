@@ -23,8 +23,8 @@ from pipette_launch.facts.cluster import in_device_order
 from pipette_launch.facts.layout import Floats, Ints
 from pipette_launch.facts.measurements import ERROR_OF_MEDIAN, LINK_REPEATS
 from pipette_launch.search.assignment.descent import Flows, ProblemBuilder, descend
+from pipette_launch.search.host_swaps import linearise
 from pipette_launch.search.slots import IsLate, Placed, Placement, PlacementProblem, Slots, distances_s, tiers_of
-from pipette_launch.search.step_model import linearise
 from pipette_launch.text import rate_text
 
 ROUNDS = 4
@@ -200,29 +200,24 @@ def rearranged(
     if num_hosts <= FEW_HOSTS:
         return best
     chance = np.random.default_rng(rng.getrandbits(64))
-    known = None
     for _ in range(TURNS):
         if is_late() or problem.meets_bound(best):
             break
-        linear = linearise(model, np.array(best.placement), known=known)
-        known = linear.tangents
+        flows = linearise(model, np.array(best.placement))
         seats, near_HK = np.arange(num_hosts), _nearest(problem.cluster.between_hosts, NEAR)
-        search = partial(descend, linear.flows, seats, near_HK=near_HK, group_H=slots.domain_H, steps=DESCENT_STEPS)
+        search = partial(descend, flows, seats, near_HK=near_HK, group_H=slots.domain_H, steps=DESCENT_STEPS)
         descents = range(DESCENTS if num_hosts <= MANY_HOSTS else 1)
         arranged = min((search(rng=chance, is_late=is_late) for _ in descents), key=lambda found: found.cost_s)
-        if arranged.cost_s >= linear.flows.cost(seats) - WORTH * best.cost_s:
+        if arranged.cost_s >= flows.cost(seats) - WORTH * best.cost_s:
             break
         placement = moved(best.placement, arranged.place_Q)
         cost_s = model.cost(placement)
-        is_faster = cost_s < best.cost_s
-        if is_faster:
-            best = Placed(placement=placement, cost_s=cost_s)
+        if cost_s >= best.cost_s:
+            break
+        best = Placed(placement=placement, cost_s=cost_s)
         if num_hosts > MANY_HOSTS:
             # One linear model takes as long as a whole round should take.
             break
-        if not is_faster:
-            # The model priced this placement too low: add its critical paths (tangents) to the model.
-            known = linearise(model, np.array(placement), known=known).tangents
     return best
 
 

@@ -296,7 +296,7 @@ class PlacementProblem:
     blocks: tuple[RankBlock, ...] = ()
     """Blocks of ranks that must lie on one host or in one NVLink domain."""
     has_linear_model: bool = True
-    """True if `step_model` can make a linear model of the objective, which needs Megatron's own schedule."""
+    """True if `host_swaps` can make a linear model of the objective, which needs Megatron's own schedule."""
 
     @property
     def slots(self) -> Slots:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search.fabrics import cluster_with, fat_tree
 from search.problems import starts
-from search.test_step_model import job_of, moved
+from search.test_host_swaps import job_of, moved
 from search.toys import OneByOne, after, link_cost, never, random_distances
 from search.worlds import ALL_FIELDS, improvements, is_in_device_order, on_gpus, planned
 
@@ -325,14 +325,14 @@ def test_a_rearrangement_is_judged_by_the_step_time() -> None:
     assert cost.cost(found.placement) == found.cost_s
 
 
-def test_a_placement_that_saves_nothing_corrects_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model promised a gain, and the step is equally long: the next model knows that placement's critical paths."""
+def test_a_placement_that_saves_nothing_ends_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model promised a gain, and the step is equally long: a second model would promise the same."""
     cluster = noisy(10, 2)
     made: list[tuple[int, ...]] = []
 
-    def linearised(_: object, placement: np.ndarray, *, known: object) -> SimpleNamespace:
+    def linearised(_: object, placement: np.ndarray) -> SimpleNamespace:
         made.append(tuple(placement.tolist()))
-        return SimpleNamespace(tangents=known, flows=SimpleNamespace(cost=lambda _: 1.0))
+        return SimpleNamespace(cost=lambda _: 1.0)
 
     turned = np.roll(np.arange(10), 1)
     monkeypatch.setattr(placement_module, "linearise", linearised)
@@ -342,7 +342,7 @@ def test_a_placement_that_saves_nothing_corrects_the_model(monkeypatch: pytest.M
     found = rearranged(problem, start, model=cost, rng=random.Random(0), is_late=never)
 
     assert start == found
-    assert [start.placement, moved(turned)] * 3 == made
+    assert [start.placement] == made
 
 
 @pytest.mark.parametrize("turn", range(4))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from search.fabrics import fat_tree
 from search.problems import starts
-from search.test_step_model import job_of
+from search.test_host_swaps import job_of
 from search.toys import after, link_cost, never, random_distances
 from search.worlds import improvements, is_in_device_order, nvlink_racks, with_experts
 

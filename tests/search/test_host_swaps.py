@@ -15,7 +15,7 @@ from search.worlds import on_gpus
 
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Batch, Job, Layout
-from pipette_launch.search.step_model import linearise
+from pipette_launch.search.host_swaps import linearise
 
 DENSE = [
     Layout(dp=16),
@@ -80,7 +80,7 @@ def said_and_true(
     predictor = predictor_of(layout, seed, slow=slow, gpus=gpus, flags=flags)
     rng = np.random.default_rng(seed)
     place_KQ = np.array([rng.permutation(8) for _ in range(80)])
-    flows = linearise(predictor.placement_cost(layout), np.arange(16)).flows
+    flows = linearise(predictor.placement_cost(layout), np.arange(16))
     cost = predictor.placement_cost(layout).cost
     return flows.costs(place_KQ), np.array([cost(moved(place_Q)) for place_Q in place_KQ])
 
@@ -130,7 +130,7 @@ def test_it_is_exact_where_it_was_made(layout: Layout, seed: int, order: list[in
     predictor = predictor_of(layout, seed, slow=0.2)
     placement = moved(np.array(order))
 
-    flows = linearise(predictor.placement_cost(layout), np.array(placement)).flows
+    flows = linearise(predictor.placement_cost(layout), np.array(placement))
 
     assert flows.cost(np.arange(8)) == pytest.approx(predictor.placement_cost(layout).cost(placement), rel=1e-9)
 
@@ -157,6 +157,6 @@ def test_one_host_has_nothing_to_move() -> None:
     cluster = cluster_with(fat_tree(1, sizes=(1,), bytes_per_s=(1e8, 1e8)).links, devices=2)
     predictor = Predictor(job_of(layout), tiny_measurements(cluster))
 
-    flows = linearise(predictor.placement_cost(layout), np.arange(2)).flows
+    flows = linearise(predictor.placement_cost(layout), np.arange(2))
 
     assert flows.cost([0]) == pytest.approx(predictor.placement_cost(layout).cost((0, 1)))

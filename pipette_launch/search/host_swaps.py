@@ -40,9 +40,6 @@ MIXING_STRIDE = 7
 MOST_TANGENTS = 8
 MOST_FLOWS = 10_000
 """Most flows (linear terms) of the model. If there are many pipelines, the model has fewer tangents."""
-MOST_MATRICES = 8
-"""Most message sizes with their own link matrix, up to `MANY_HOSTS` hosts. Other sizes use the nearest matrix."""
-MANY_HOSTS = 256
 _STEP = 1e-3
 """To find how the end of a step depends on the reductions, the reductions are made longer by this share."""
 
@@ -161,20 +158,13 @@ class Spread(NamedTuple):
     slowest_hop_s: float
 
 
-def tangents_of(
-    work: LayoutWork, durations_BD: Floats, hops_JD: Floats, spread: Spread, *, most: int, known: Tangents | None = None
-) -> Tangents:
+def tangents_of(work: LayoutWork, durations_BD: Floats, hops_JD: Floats, spread: Spread, *, most: int) -> Tangents:
     """Return critical paths (tangents) of the current pipelines, and of pipelines with slower stages or messages.
 
-    The first of at most `most` tangents belongs to the slowest pipeline. Tangents of other placements, `known`, may be
-    chosen too.
+    The first of at most `most` tangents belongs to the slowest pipeline.
     """
     durations_BN, hops_JN = _points(work, durations_BD, hops_JD, spread)
     duration_BC, hop_JC = critical_counts(work.engine, durations_BN, hops_JN)
-    most_B = duration_BC.max(axis=1)
-    if known is not None:
-        duration_BC, hop_JC = np.hstack([duration_BC, known.duration_BK]), np.hstack([hop_JC, known.hop_JK])
-        most_B = np.maximum(most_B, known.most_B)
     # Use a dict, because `np.unique` along an axis takes longer than the rest of this function.
     first_of: dict[bytes, int] = {}
     for index, tangent in enumerate(np.concatenate([duration_BC, hop_JC]).T):
@@ -182,7 +172,7 @@ def tangents_of(
     first = np.array(list(first_of.values()))
     value_CN = duration_BC[:, first].T @ durations_BN + hop_JC[:, first].T @ hops_JN
     kept = first[_steepest(value_CN, most)]
-    return Tangents(duration_BK=duration_BC[:, kept], hop_JK=hop_JC[:, kept], most_B=most_B)
+    return Tangents(duration_BK=duration_BC[:, kept], hop_JK=hop_JC[:, kept], most_B=duration_BC.max(axis=1))
 
 
 def _points(work: LayoutWork, durations_BD: Floats, hops_JD: Floats, spread: Spread) -> tuple[Floats, Floats]:
@@ -299,35 +289,29 @@ class _Rings:
     """Data-parallel rings of dense or of expert parameters, priced for each link."""
 
     links: LinksBetweenHosts
-    matrix_MHH: Floats
-    """Seconds of a ring by the two hosts of its slowest link, in M versions for different message sizes."""
-    matrix_P: Ints
-    """Index of the version in `matrix_MHH` that each pipeline rank uses."""
+    matrix_HH: Floats
+    """Seconds of the longest ring by the two hosts of its slowest link."""
     share_P: Floats
-    """Factor by which each pipeline rank multiplies the seconds of its version of the matrix."""
+    """Seconds of the ring of each pipeline rank, as a share of the longest ring."""
 
     def now_L(self) -> Floats:
         """Return the seconds of a ring at the current placement, as if each link were the slowest."""
-        stage_L = self.links.stage_L
-        seconds_L = self.matrix_MHH[self.matrix_P[stage_L], self.links.sender_L, self.links.receiver_L]
-        return np.asarray(seconds_L * self.share_P[stage_L])
+        links = self.links
+        return np.asarray(self.matrix_HH[links.sender_L, links.receiver_L] * self.share_P[links.stage_L])
 
     def add(self, builder: ProblemBuilder, group_L: Ints, weight_L: Floats) -> None:
         """Add a flow (a linear term) for each link."""
-        links, weight_L = self.links, weight_L * self.share_P[self.links.stage_L]
-        for index, matrix_HH in enumerate(self.matrix_MHH):
-            some = self.matrix_P[links.stage_L] == index
-            kind = builder.add_type(matrix_HH)
-            builder.add_flows(kind, links.sender_L[some], links.receiver_L[some], weight_L[some], group_L[some])
+        links = self.links
+        kind = builder.add_type(self.matrix_HH)
+        builder.add_flows(kind, links.sender_L, links.receiver_L, weight_L * self.share_P[links.stage_L], group_L)
 
 
 def _rings(view: View, *, gathers: bool) -> Iterator[_Rings]:
     """Yield the rings of dense parameters and of expert parameters that span several hosts.
 
-    The chunks of each pipeline rank are priced together. If there are too many different message sizes, several
-    pipeline ranks share a matrix.
+    The chunks of each pipeline rank are priced together.
     """
-    work, groups, num_hosts = view.model.work, view.model.groups, view.num_hosts
+    work, groups = view.model.work, view.model.groups
     kind = "all_gather" if gathers else work.reduce_kind
     sizes_S2 = work.parameter_bytes_S2 if gathers else work.gradient_bytes_S2
     for ranks_GK, column in ((groups.dp_cp, 0), (groups.expert_dp, 1)):
@@ -335,19 +319,10 @@ def _rings(view: View, *, gathers: bool) -> Iterator[_Rings]:
         if not len(links.stage_L) or not sizes_S2[:, column].any():
             continue
         size_bytes_CP = sizes_S2[:, column].reshape(-1, work.layout.pp)
-        sizes = np.array(sorted(set(map(tuple, size_bytes_CP.T.tolist())))).T
-        most = MOST_MATRICES if num_hosts <= MANY_HOSTS else 2
-        by_total = sizes[:, np.argsort(sizes.sum(axis=0), kind="stable")]
-        kept_CM = by_total[:, np.unique(np.linspace(0, by_total.shape[1] - 1, most).round().astype(int))]
-        matrix_MHH = np.zeros((kept_CM.shape[1], num_hosts, num_hosts))
-        for index, column_C in enumerate(kept_CM.T):
-            for size_bytes in column_C[column_C > 0]:
-                matrix_MHH[index] += view.seconds_HH(kind, links.spread, size_bytes)
-        total_P, total_M = size_bytes_CP.sum(axis=0), kept_CM.sum(axis=0)
-        apart_PM = np.abs(np.log(np.maximum(total_P, 1.0))[:, None] - np.log(np.maximum(total_M, 1.0)))
-        matrix_P = apart_PM.argmin(axis=1)
-        share_P = np.divide(total_P, total_M[matrix_P], out=np.zeros_like(total_P), where=total_M[matrix_P] > 0)
-        yield _Rings(links=links, matrix_MHH=matrix_MHH, matrix_P=matrix_P, share_P=share_P)
+        total_P = size_bytes_CP.sum(axis=0)
+        largest_C = size_bytes_CP[:, total_P.argmax()]
+        matrix_HH = np.sum([view.seconds_HH(kind, links.spread, size) for size in largest_C[largest_C > 0]], axis=0)
+        yield _Rings(links=links, matrix_HH=matrix_HH, share_P=total_P / total_P.max())
 
 
 def _add_reductions(builder: ProblemBuilder, view: View, end: StepEnd) -> None:
@@ -418,28 +393,20 @@ def _add_first_gathers(builder: ProblemBuilder, view: View, tangents: Tangents) 
         for rank in np.flatnonzero(weight_P):
             chosen = np.flatnonzero(one.links.stage_L == rank)
             group = builder.add_family(np.zeros(len(chosen)))
-            kind = builder.add_type(one.matrix_MHH[one.matrix_P[rank]])
+            kind = builder.add_type(one.matrix_HH)
             weight = float(weight_P[rank] * one.share_P[rank])
             builder.add_flows(kind, one.links.sender_L[chosen], one.links.receiver_L[chosen], weight, group)
 
 
-class LinearModel(NamedTuple):
-    """A block assignment problem of the step time, and the critical paths (tangents) of the pipelines."""
-
-    flows: Flows
-    tangents: Tangents
-
-
-def linearise(model: PlacementCost, placement: Sequence[int] | Ints, *, known: Tangents | None = None) -> LinearModel:
+def linearise(model: PlacementCost, placement: Sequence[int] | Ints) -> Flows:
     """Make the linear model of a layout's step time at a placement (RANK of each slot).
 
     Seat q of the problem is the set of ranks that host q holds now. If no seat moves, the cost is the step time.
-    `known` are tangents from other placements, which make the model more exact far from `placement`.
     """
     view = View(model, np.asarray(placement, dtype=np.int64))
     builder = ProblemBuilder(view.num_hosts)
     crossings = crossings_of(view)
-    tangents = _add_pipelines(builder, view, crossings, known)
+    tangents = _add_pipelines(builder, view, crossings)
     for one in crossings:
         one.add(builder, view, tangents)
     _add_step_end(builder, view, tangents)
@@ -448,12 +415,10 @@ def linearise(model: PlacementCost, placement: Sequence[int] | Ints, *, known: T
     # The last family has one group: the difference between step time and model at this placement.
     offset_G = flows.offset_G.copy()
     offset_G[-1] = totals_s_K(model.work, view.prices)[0] - flows.cost(np.arange(view.num_hosts))
-    return LinearModel(replace(flows, offset_G=offset_G), tangents)
+    return replace(flows, offset_G=offset_G)
 
 
-def _add_pipelines(
-    builder: ProblemBuilder, view: View, crossings: Sequence[Crossing], known: Tangents | None
-) -> Tangents:
+def _add_pipelines(builder: ProblemBuilder, view: View, crossings: Sequence[Crossing]) -> Tangents:
     """Add one family (a maximum) with a group for each tangent of each pipeline, counting identical pipelines once."""
     work, grid_PDCT = view.model.work, view.model.groups.grid_PDCT
     path_PR = np.unique(view.host_W[grid_PDCT].reshape(len(grid_PDCT), -1), axis=1)
@@ -463,7 +428,7 @@ def _add_pipelines(
     worst = int(work.engine.drain_s_SR(durations_BD, hops_JD).max(axis=0).argmax())
     most = int(np.clip(MOST_FLOWS // (3 * path_PR.size), 1, MOST_TANGENTS))
     spread = _spread(view, hop_HH, durations_BD[:, worst], crossings)
-    tangents = tangents_of(work, durations_BD, hops_JD, spread, most=most, known=known)
+    tangents = tangents_of(work, durations_BD, hops_JD, spread, most=most)
     # Compute time grows with the slowness of the host; the rest of a pass is constant.
     compute_B = np.concatenate([work.forward_s_S, work.backward_s_S + work.recompute_s_S, work.forward_s_S])
     slowness_S = view.prices.slowness_PD[work.rank_S, worst]

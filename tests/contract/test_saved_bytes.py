@@ -14,7 +14,7 @@ from newest import CORE, with_gap_since_019
 from packaging.version import Version
 
 from pipette_launch.cost.layers.attention import Attention
-from pipette_launch.cost.layers.ends import depth_bytes, embedding_bytes
+from pipette_launch.cost.layers.ends import depth_bytes
 from pipette_launch.cost.layers.kinds import kind_parameters
 from pipette_launch.cost.layers.mlp import Experts
 from pipette_launch.cost.layers.parameters import stage_parameters
@@ -275,7 +275,7 @@ def test_multi_token_prediction_saves_what_the_closed_form_says(found: dict[str,
     ids = 8 * TOKENS * BATCH
     own = found["predicts"]["saved"] - found["one layer"]["saved"] - layer - head
 
-    expected = depth_bytes(PREDICTS.job, LAYOUT) - embedding_bytes(PREDICTS.job, LAYOUT) + ids + 3 * NORM_STATISTICS
+    expected = depth_bytes(PREDICTS.job, LAYOUT) + ids + 3 * NORM_STATISTICS
     assert pytest.approx(expected, rel=0.03) == own
 
 

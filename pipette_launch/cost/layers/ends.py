@@ -19,12 +19,6 @@ from pipette_launch.facts.model import ModelSpec
 _TOKEN_ID_BYTES = 8
 
 
-def embedding_bytes(job: Job, layout: Layout) -> int:
-    """Count the bytes of one micro-batch's token ids (8*s*b) and of the embedding's dropout mask (s*b*h)."""
-    sizes = Sizes(job, layout)
-    return _TOKEN_ID_BYTES * sizes.tokens + sizes.dropout_mask_bytes
-
-
 def attention_mask_bytes(job: Job, layout: Layout) -> int:
     """Count the bytes of the attention mask (b * s/c * s) that first and last pipeline rank load for a forward pass.
 
@@ -137,9 +131,9 @@ def depth_bytes(job: Job, layout: Layout) -> int:
     """Count the bytes that a depth keeps beside its layers and its head (MTP:653-745, GPT:592-625).
 
     A depth keeps the inputs of three norms and both halves of the projection's input. Each depth also keeps its part of
-    the tensor that all heads read, and the bytes of an embedding.
+    the tensor that all heads read. Its token ids and the dropout mask of its embedding are left out.
     """
-    return 6 * Sizes(job, layout).residual_bytes + embedding_bytes(job, layout)
+    return 6 * Sizes(job, layout).residual_bytes
 
 
 def depth_loads(job: Job, layout: Layout, layers: PassLoads) -> PassLoads:

@@ -14,7 +14,7 @@ then copies the sizes to the stages of all layouts. A single layout is computed 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache, partial, reduce
 from operator import attrgetter
@@ -29,7 +29,7 @@ from pipette_launch.cost.layers.attention import Attention, is_flash
 from pipette_launch.cost.layers.block import in_bf16, narrow_layers, recompute_modules
 from pipette_launch.cost.layers.mlp import Experts
 from pipette_launch.facts.job import ITERATION, Job
-from pipette_launch.facts.layout import Field, Ints, Layout, LayoutColumns, codes_of
+from pipette_launch.facts.layout import Field, Ints, Layout, LayoutColumns
 from pipette_launch.facts.schedule import num_warmup, schedule_table
 from pipette_launch.text import bytes_text, plural
 
@@ -72,8 +72,8 @@ class PeakParts(Generic[Bytes]):
     go directly into their buffer."""
     activations: Bytes
     """Bytes of activations that layers keep for all live micro-batches."""
-    embedding: Bytes
-    """Bytes of the model's inputs for all live micro-batches, on the first rank."""
+    kept_masks: Bytes
+    """Bytes of the attention masks that recompute keeps for all live micro-batches."""
     recompute: Bytes
     """Bytes of activations of one recomputed layer while the layer's backward runs."""
     backward: Bytes
@@ -82,7 +82,7 @@ class PeakParts(Generic[Bytes]):
     mask: Bytes
     """Bytes of the data loader's attention mask while a forward pass runs."""
     loading: Bytes
-    """Bytes of the whole attention mask during its loading, minus the bytes that the next forward pass will keep."""
+    """Bytes of the whole attention mask during its loading, minus the bytes that the next forward will keep."""
     head: Bytes
     """Bytes of final norm, logits and loss of one micro-batch, and of the last layer's activations that offloading
     moves only afterwards."""
@@ -121,7 +121,7 @@ class PeakParts(Generic[Bytes]):
 
     @property
     def _kept(self) -> Bytes:
-        return self.activations + self.embedding + self.deferred + self.buffers + self.whole
+        return self.activations + self.kept_masks + self.deferred + self.buffers + self.whole
 
     @property
     def _instants(self) -> tuple[Bytes, Bytes, Bytes]:
@@ -144,10 +144,10 @@ class MemoryParts(PeakParts[int]):
         at_loss, at_backward, at_loading = self._instants
         if self._kept + max(self._instants) < self.optimizer_step:
             return {**by_kind, "activations": 0, "logits": 0, "buffers": self._lasting + self.optimizer_step}
-        is_loss = at_loss >= max(at_backward, at_loading)
+        is_loss, kept = at_loss >= max(at_backward, at_loading), self.activations + self.kept_masks
         return {
             **by_kind,
-            "activations": self.activations + self.embedding + (self.mask if is_loss else max(at_backward, at_loading)),
+            "activations": kept + (self.mask if is_loss else max(at_backward, at_loading)),
             "logits": self.deferred + (self.head if is_loss else 0),
             "buffers": self._lasting + self.buffers + self.whole,
         }
@@ -192,14 +192,15 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
     limit = job.options.wgrad_deferral_limit or job.batch.global_batch_size
     deferred = layer["deferred"] * np.minimum(stages.microbatches_N, limit)
     weights, gradients, optimizer, optimizer_step = _states(job, layouts, stages)
-    chunks, mask, has_pipeline = _chunk_bytes(job, layouts, layer), layer["mask"], layouts.pp > 1
-    activations = _live_bytes(stages, *chunks)
+    chunk_N, bytes_C = _chunk_bytes(job, layouts, layer)
+    mask, has_pipeline = layer["mask"], layouts.pp > 1
+    activations = _live_bytes(stages, chunk_N, bytes_C)
     stays = job.options.delta_offload_bytes_across_pp_ranks * stages.stage_S
     if stays.any():
         bare = layer | {kind: layer[kind] + layer[f"{kind} away"] for kind in {*job.model.layer_kinds}}
         whole = _live_bytes(stages, *_chunk_bytes(job, layouts, bare))
         activations = activations + np.minimum(stays, whole - activations)
-    beyond = _beyond_first_chunk(stages, *chunks)
+    loading = np.maximum(layer["loaded"] - layer["kept_mask"] - bytes_C[chunk_N], 0)
     parts = PeakParts(
         weights=weights,
         gradients=gradients,
@@ -207,12 +208,12 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
         shared_buffer=stages.spread(layer["shared"], last=layer["shared_last"]),
         dummy_gradients=stages.spread(layer["dummies"], last=layer["dummies_last"]),
         activations=activations,
-        embedding=_input_bytes(stages, layer),
+        kept_masks=_kept_masks(stages, layer["kept_mask"]),
         recompute=stages.spread(_recompute(job, layouts, layer)),
         backward=stages.spread(waiting, last=np.where(layouts.vpp > 1, waiting, layer["backward"])),
-        mask=stages.spread(0, first=np.maximum(mask - beyond, 0), last=mask, prediction=mask),
-        loading=_loading(stages, layer, beyond, *chunks),
-        head=stages.spread(0, last=np.maximum(layer["head"] - _less_at_loss(stages, *chunks), 0)),
+        mask=stages.spread(0, first=mask, last=mask, prediction=mask),
+        loading=stages.spread(0, first=loading, last=loading, prediction=loading),
+        head=stages.spread(0, last=layer["head"]),
         deferred=stages.spread(0, last=np.where(has_pipeline, deferred, 0)),
         # A rank holds three message tensors: the received tensor, the sent tensor, and the tensor sent before. torch
         # holds a sent tensor until NCCL's watchdog has seen the end of the send.
@@ -249,6 +250,9 @@ class _Stages:
         self.row_S: Ints = np.repeat(np.arange(len(layouts)), layouts.pp)
         """Index of the layout to which each stage belongs."""
         self.stage_S: Ints = np.arange(len(self.row_S)) - self.starts_N[self.row_S]
+        size_N = np.where(layouts.microbatch_group_size > 0, layouts.microbatch_group_size, layouts.pp)
+        self.schedule_S = tuple(each[self.row_S] for each in (layouts.pp, layouts.vpp, size_N, self.microbatches_N))
+        """Columns of S: stages, chunks of a stage, micro-batches that a chunk runs in a row, and those of a step."""
 
     def spread(
         self, size_N: Ints | int, *, first: Ints | None = None, last: Ints | None = None, prediction: Ints | None = None
@@ -266,14 +270,6 @@ class _Stages:
         if last is not None:
             size_S[self.last_N] = last
         return size_S
-
-    def walked(self, some: Ints, sizes: Iterable[tuple[int, ...]]) -> Ints:
-        """Count the peak bytes of stages from the bytes of their chunks and the passes of their schedules."""
-        layouts, row = self.layouts, self.row_S[some]
-        shapes = layouts.pp[row], layouts.vpp[row], layouts.microbatch_group_size[row]
-        columns = (*shapes, self.stage_S[some], self.microbatches_N[row])
-        rows = zip(*(column.tolist() for column in columns), sizes, strict=True)
-        return np.array([peak_live_bytes(*figures) for figures in rows], dtype=np.int64)
 
 
 def _by_layer(job: Job, layouts: LayoutColumns) -> dict[str, Ints]:
@@ -311,7 +307,6 @@ def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
         "unit": max(unit.total for unit in units),
         "forward": max(each.in_forward for each in away),
         "backward": max(kinds.backward_bytes(job, layout, kind) for kind in own),
-        "embedding": ends.embedding_bytes(job, layout),
         "mask": 0 if keeps_mask else mask,
         "kept_mask": mask if keeps_mask else 0,
         "loaded": ends.loaded_mask_bytes(job, layout),
@@ -458,16 +453,24 @@ def kept_by_chunk(job: Job, layout: Layout) -> tuple[int, ...]:
     return tuple(_chunk_bytes(job, columns, _by_layer(job, columns))[1].tolist())
 
 
-def _live_passes(pp: Ints, vpp: Ints, group_size: Ints, stage: Ints, num_microbatches: Ints) -> Ints:
-    """Count the most micro-batch passes of a stage's chunks whose backward has not run; group size 0 means `pp`.
+def _live_passes(stages: _Stages) -> Ints:
+    """Count the most micro-batch passes of each stage's chunks whose backward has not run.
 
     1F1B has min(m, p - r) of m micro-batches on rank r of p (Narayanan et al. 2021, section 2.2). In the interleaved
     schedule this count is the number of warm-up passes plus one, but at most the number of all passes (megatron-core,
     pipeline_parallel/schedules.py:762-786 of core_v0.16.1).
     """
-    ahead = num_warmup(pp, vpp, np.where(group_size > 0, group_size, pp), stage)
-    one_chunk = np.minimum(num_microbatches, pp - stage)
-    return np.asarray(np.where(vpp > 1, np.minimum(ahead + 1, num_microbatches * vpp), one_chunk))
+    pp, vpp, group_size, microbatches = stages.schedule_S
+    ahead = num_warmup(pp, vpp, group_size, stages.stage_S)
+    one_chunk = np.minimum(microbatches, pp - stages.stage_S)
+    return np.asarray(np.where(vpp > 1, np.minimum(ahead + 1, microbatches * vpp), one_chunk))
+
+
+def _live_counts(stages: _Stages, turn_S: Ints) -> Ints:
+    """Count the micro-batches that chunk number `turn_S` of each stage keeps when the stage first keeps the most."""
+    _, vpp, group_size, microbatches = stages.schedule_S
+    rounds, rest = np.divmod(_live_passes(stages), group_size * vpp)
+    return np.minimum(rounds * group_size + np.clip(rest - turn_S * group_size, 0, group_size), microbatches)
 
 
 def _have_equal_chunks(pp: Ints, vpp: Ints, first: Ints, bytes_C: Ints) -> NDArray[np.bool_]:
@@ -481,48 +484,14 @@ def _have_equal_chunks(pp: Ints, vpp: Ints, first: Ints, bytes_C: Ints) -> NDArr
 
 def _live_bytes(stages: _Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
     """Count the bytes of all live micro-batches on each stage; `chunk_N` and `bytes_C` come from `_chunk_bytes`."""
-    layouts, row = stages.layouts, stages.row_S
-    pp, vpp = layouts.pp[row], layouts.vpp[row]
-    own = chunk_N[row] + stages.stage_S
-    group_size, microbatches = layouts.microbatch_group_size[row], stages.microbatches_N[row]
-    kept: Ints = _live_passes(pp, vpp, group_size, stages.stage_S, microbatches) * bytes_C[own]
-    uneven = np.flatnonzero(~_have_equal_chunks(pp, vpp, own, bytes_C))
-    if len(uneven):
-        all_bytes, first = bytes_C.tolist(), own[uneven].tolist()
-        shapes = zip(first, pp[uneven].tolist(), vpp[uneven].tolist(), strict=True)
-        kept[uneven] = stages.walked(
-            uneven, [tuple(all_bytes[at : at + ranks * chunks : ranks]) for at, ranks, chunks in shapes]
-        )
+    pp, vpp, group_size, microbatches = stages.schedule_S
+    own = chunk_N[stages.row_S] + stages.stage_S
+    kept: Ints = _live_passes(stages) * bytes_C[own]
+    for stage in np.flatnonzero(~_have_equal_chunks(pp, vpp, own, bytes_C)).tolist():
+        figures = (each[stage] for each in (pp, vpp, group_size, stages.stage_S, microbatches))
+        sizes = bytes_C[own[stage] : own[stage] + pp[stage] * vpp[stage] : pp[stage]]
+        kept[stage] = peak_live_bytes(*map(int, figures), tuple(sizes.tolist()))
     return kept
-
-
-def _less_at_loss(stages: _Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
-    """Count, for each layout, the peak of the last stage's live bytes minus their peak while its last chunk runs."""
-    layouts, first = stages.layouts, chunk_N + stages.layouts.pp - 1
-    less = np.zeros_like(layouts.pp)
-    for row in np.flatnonzero(~_have_equal_chunks(layouts.pp, layouts.vpp, first, bytes_C)).tolist():
-        pp, vpp = int(layouts.pp[row]), int(layouts.vpp[row])
-        chunk_bytes_V = tuple(bytes_C[first[row] : first[row] + pp * vpp : pp].tolist())
-        shape = (pp, vpp, int(layouts.microbatch_group_size[row]), pp - 1, int(stages.microbatches_N[row]))
-        less[row] = peak_live_bytes(*shape, chunk_bytes_V) - peak_live_bytes(*shape, chunk_bytes_V, in_last_chunk=True)
-    return less
-
-
-def _beyond_first_chunk(stages: _Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
-    """Count, for each layout, the first stage's peak minus the bytes kept when its first chunk runs its last forward.
-
-    With few micro-batches all forwards of the first chunk run early in the warm-up of an interleaved schedule, when the
-    stage keeps fewer bytes than at its peak. The difference counts as 0 unless all chunks keep the same bytes.
-    """
-    layouts, microbatches = stages.layouts, stages.microbatches_N
-    pp, vpp = layouts.pp, layouts.vpp
-    size = np.where(layouts.microbatch_group_size > 0, layouts.microbatch_group_size, pp)
-    most = _live_passes(pp, vpp, size, 0 * pp, microbatches)
-    before_last_group = (-(-microbatches // size) - 1) * size
-    # Number of forward passes that have run when the first chunk has run its last micro-batch.
-    own_last = before_last_group * vpp + microbatches - before_last_group
-    equal = (vpp > 1) & _have_equal_chunks(pp, vpp, chunk_N, bytes_C)
-    return np.where(equal, np.maximum(most - own_last, 0) * bytes_C[chunk_N], 0)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -533,13 +502,11 @@ def peak_live_bytes(
     stage: int,
     num_microbatches: int,
     chunk_bytes_V: tuple[int, ...],
-    *,
-    in_last_chunk: bool = False,
 ) -> int:
     """Count the most bytes that a stage's chunks hold for micro-batches whose backward has not run.
 
     Each chunk runs `group_size` micro-batches in a row (0 means `pp`), and keeps `chunk_bytes_V` bytes for each
-    micro-batch. With `in_last_chunk` only forwards of the stage's last chunk count.
+    micro-batch.
     """
     if vpp == 1:
         return min(num_microbatches, pp - stage) * chunk_bytes_V[0]
@@ -553,8 +520,7 @@ def peak_live_bytes(
     forward = np.cumsum(weights_V[chunks_M])
     backward = np.concatenate(([0], np.cumsum(weights_V[vpp - 1 - chunks_M])))
     done = np.maximum(np.arange(len(forward)) - ahead, 0)
-    held = forward - backward[done]
-    return int((held[chunks_M == vpp - 1] if in_last_chunk else held).max())
+    return int((forward - backward[done]).max())
 
 
 @lru_cache(maxsize=1024)
@@ -562,51 +528,22 @@ def _chunk_order(vpp: int, num_microbatches: int, group_size: int) -> Ints:
     return np.array([chunk for _, chunk in schedule_table(vpp, num_microbatches, group_size)], dtype=np.int64)
 
 
-def _input_bytes(stages: _Stages, layer: dict[str, Ints]) -> Ints:
-    """Count the bytes of the model's inputs that chunks load, for all live micro-batches.
+def _kept_masks(stages: _Stages, mask_N: Ints) -> Ints:
+    """Count the bytes of the attention masks that recompute keeps, because they are arguments of recomputed layers.
 
-    The first rank keeps token ids and the embedding's dropout mask. Recompute keeps the attention mask, because the
-    mask is an argument of the recomputed layers. The attention mask exists in the first chunk, in the last chunk, and
-    in the chunk of multi-token prediction.
+    The first chunk, the last chunk, and the chunk of multi-token prediction load masks.
     """
-    layouts, mask = stages.layouts, layer["kept_mask"]
-    zero, last_chunk = np.zeros_like(layouts.pp), layouts.vpp - 1
-    prediction = layouts.pp * layouts.vpp - 1 - layouts.chunks_after_mtp
-    kept = np.zeros(len(stages.row_S), dtype=np.int64)
-    kept[stages.starts_N] = layer["embedding"] * _chunk_live(stages, stages.starts_N, zero)
-    loaders = (
-        (stages.starts_N, zero, layouts.pp > 0),
-        (stages.last_N, last_chunk, layouts.pp > 1),
-        (stages.starts_N + prediction % layouts.pp, prediction // layouts.pp, layouts.chunks_after_mtp > 0),
-    )
-    for place_N, chunk_N, loads_N in loaders:
-        rows = np.flatnonzero(loads_N & (mask > 0))
-        kept[place_N[rows]] += mask[rows] * _chunk_live(stages, place_N[rows], chunk_N[rows])
-    return kept
-
-
-def _chunk_live(stages: _Stages, some: Ints, chunk: Ints) -> Ints:
-    """Count the most micro-batches that each stage keeps at once, in one chunk or in all chunks (`chunk` = -1)."""
-    layouts, rows = stages.layouts, stages.row_S[some]
-    shape = (layouts.pp[rows], layouts.vpp[rows], layouts.microbatch_group_size[rows], stages.microbatches_N[rows])
-    codes = codes_of((*shape, stages.stage_S[some], chunk + 1))
-    _, first, group = np.unique(codes, return_index=True, return_inverse=True)
-    turns = zip(layouts.vpp[rows][first].tolist(), chunk[first].tolist(), strict=True)
-    sizes = [tuple(int(own in (turn, -1)) for turn in range(vpp)) for vpp, own in turns]
-    return stages.walked(some[first], sizes)[group.reshape(-1)]
-
-
-def _loading(stages: _Stages, layer: dict[str, Ints], beyond: Ints, chunk_N: Ints, bytes_C: Ints) -> Ints:
-    """Count the bytes for loading an attention mask beyond the bytes that other parts of the peak contain."""
     layouts = stages.layouts
-    last = chunk_N + layouts.pp * layouts.vpp - 1
-    begun, predicting, ended = (
-        np.maximum(layer["loaded"] - layer["kept_mask"] - bytes_C[chunk], 0)
-        for chunk in (chunk_N, last - layouts.chunks_after_mtp, last)
+    last, prediction = layouts.vpp - 1, layouts.vpp - 1 - layouts.chunks_after_mtp // layouts.pp
+    of_first, of_last, of_prediction = (
+        mask_N * _live_counts(stages, turn_N[stages.row_S])[place_N]
+        for turn_N, place_N in (
+            (0 * last, stages.starts_N),
+            (last, stages.last_N),
+            (prediction, stages.last_N - layouts.chunks_after_mtp % layouts.pp),
+        )
     )
-    first = np.maximum(begun - layer["embedding"] - beyond, 0)
-    # In a layout with a single stage, the stage also keeps the token ids, so it counts as a first stage.
-    return stages.spread(0, first=first, last=np.where(layouts.pp == 1, first, ended), prediction=predicting)
+    return stages.spread(0, first=of_first, last=of_last, prediction=of_prediction)
 
 
 def folded_peaks(job: Job, layout: Layout, live_bytes: Sequence[int]) -> tuple[MemoryParts, ...]:
@@ -621,7 +558,7 @@ def folded_peaks(job: Job, layout: Layout, live_bytes: Sequence[int]) -> tuple[M
         for kind in ("weights", "gradients", "optimizer", "dummy_gradients", "optimizer_step")
     }
     held |= {kind: max(getattr(first, kind), getattr(last, kind)) for kind in ("shared_buffer", "loading")}
-    ranks = ({**asdict(last), **held, "embedding": first.embedding}, *(asdict(middle) for _ in live_bytes[1:]))
+    ranks = ({**asdict(last), **held}, *(asdict(middle) for _ in live_bytes[1:]))
     return tuple(MemoryParts(**{**parts, "activations": live}) for parts, live in zip(ranks, live_bytes, strict=True))
 
 

@@ -4,7 +4,7 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.layers.attention import Attention, LatentBytes
-from pipette_launch.cost.layers.ends import depth_bytes, embedding_bytes
+from pipette_launch.cost.layers.ends import depth_bytes
 from pipette_launch.cost.layers.kinds import kind_parameters
 from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.facts import Job, LatentAttention, Layout, ModelSpec
@@ -332,6 +332,6 @@ def test_predictions_are_split_over_the_sequence() -> None:
     """Six tensors of s*b*h, halved by two ranks with sequence parallelism."""
     plain = tiny_job(model=model())
 
-    assert depth_bytes(plain, Layout()) - embedding_bytes(plain, Layout()) == 6 * 2 * 32 * 64
+    assert depth_bytes(plain, Layout()) == 6 * 2 * 32 * 64
     layout = Layout(tp=2, sequence_parallel=True)
-    assert depth_bytes(plain, layout) - embedding_bytes(plain, layout) == 6 * 32 * 64
+    assert depth_bytes(plain, layout) == 6 * 32 * 64

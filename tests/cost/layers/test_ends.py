@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
-from pipette_launch.cost.layers.ends import attention_mask_bytes, embedding_bytes, head_bytes, loss_bytes_per_logit
+from pipette_launch.cost.layers.ends import attention_mask_bytes, head_bytes, loss_bytes_per_logit
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Batch, Job, Layout
 
@@ -14,12 +14,6 @@ def job(*flags: str, **changes: object) -> Job:
     """A bf16 GPT."""
     model = {"params_dtype": "bf16", "transformer_impl": "transformer_engine", "attention_backend": "fused"}
     return tiny_job(model=tiny_model(**(model | changes)), performance_flags=flags)
-
-
-def test_embedding() -> None:
-    """Token ids of 8 bytes, and a mask with dropout."""
-    assert embedding_bytes(job(), Layout()) == 8 * 32
-    assert embedding_bytes(job(hidden_dropout=0.1), Layout()) == 8 * 32 + 2048
 
 
 def test_head() -> None:

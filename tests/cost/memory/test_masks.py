@@ -7,12 +7,9 @@ from dataclasses import replace
 import pytest
 from cost.memory.test_peak import FULL_UNIFORM, job, with_batch
 from facts_for_tests import changed_job, tiny_job, tiny_model
-from hypothesis import given
-from hypothesis import strategies as st
 
-from pipette_launch.cost.memory.peak import NO_MASK, kept_by_chunk, mask_notes, peak_memory_bytes, without_mask
+from pipette_launch.cost.memory.peak import NO_MASK, mask_notes, peak_memory_bytes, without_mask
 from pipette_launch.facts import Batch, Job, Layout, Recompute
-from pipette_launch.facts.schedule import schedule_of
 
 
 def test_only_the_ends_of_the_pipeline_load_a_mask() -> None:
@@ -24,7 +21,7 @@ def test_full_recompute_keeps_the_mask_of_every_live_microbatch() -> None:
     """Units are called again with it: four micro-batches on the first of four ranks, one on the last."""
     parts = peak_memory_bytes(with_batch(8), Layout(pp=4, recompute=FULL_UNIFORM))
 
-    assert [part.embedding for part in parts] == [4 * (8 * 32 + 1024), 0, 0, 1024]
+    assert [part.kept_masks for part in parts] == [4 * 1024, 0, 0, 1024]
     assert [part.mask for part in parts] == [0, 0, 0, 0]
 
 
@@ -46,7 +43,7 @@ def test_the_whole_mask_is_loaded_before_context_parallelism_cuts_it(
     this = replace(job(seq_length=8192), batch=Batch(global_batch_size=8))
     for stage, num_live in live.items():
         one = peak_memory_bytes(this, layout)[stage]
-        kept = (one.activations + one.embedding) // num_live * (num_live - 1)
+        kept = (one.activations + one.kept_masks) // num_live * (num_live - 1)
 
         assert one.total - one.static - one.buffers == kept + (loaded_mib << 20)
 
@@ -60,46 +57,20 @@ def test_no_mask_is_loaded_that_is_not_made(flag: str) -> None:
     assert [(0, 0)] == [(one.mask, one.loading) for one in parts]
 
 
-@given(st.sampled_from([(2, 2), (2, 4), (4, 2)]), st.integers(1, 4), st.sampled_from([1, 2, 4]))
-def test_an_early_mask_meets_few_live_microbatches(pipeline: tuple[int, int], rounds: int, cp: int) -> None:
-    """The first stage loads beside the bytes kept before its first chunk, by the order of its passes."""
-    pp, vpp = pipeline
-    layout = Layout(pp=pp, vpp=vpp, cp=cp)
-    this = replace(job(seq_length=8192, num_layers=8), batch=Batch(global_batch_size=rounds * pp))
-    one = peak_memory_bytes(this, layout)[0]
-    (kept,) = set(kept_by_chunk(this, layout))
-    most = at_load = live = 0
-    for action in schedule_of(layout, rounds * pp).ranks[0]:
-        at_load = max(at_load, live if action.kind == "F" and action.stage == 0 else 0)
-        live += {"F": 1, "B": -1}[action.kind]
-        most = max(most, live)
-    part = 8192 * 8192 // cp
-    whole = part * (cp + 1) if cp > 1 else part
-
-    assert max(0, whole - (most - at_load) * kept - 8 * 8192 // cp) == one.loading
-    assert max(0, part - (most - at_load - 1) * kept) == one.mask
-
-
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
-        (Layout(pp=2, vpp=2), [4, 1]),
-        (Layout(pp=4), [4, 0, 0, 1]),
+        (Layout(pp=2, vpp=2), [3, 1]),
         (Layout(pp=4, layers_per_chunk=(2, 1, 1, 0), chunks_after_mtp=1), [4, 0, 2, 1]),
-        (Layout(pp=2, layers_per_chunk=(4, 0), chunks_after_mtp=1), [4, 1]),
+        (Layout(pp=2, layers_per_chunk=(4, 0), chunks_after_mtp=1), [2, 1]),
     ],
 )
 def test_recompute_keeps_the_mask_wherever_it_is_loaded(layout: Layout, expected: list[int]) -> None:
     """On both ends, and on the stage of multi-token prediction."""
-    this = job(mtp_num_layers=1 if layout.chunks_after_mtp else 0)
-    asked = replace(layout, recompute=FULL_UNIFORM)
-    parts = peak_memory_bytes(replace(this, batch=Batch(global_batch_size=8)), asked)
-    bare = changed_job(this, performance_flags=("--no-create-attention-mask-in-dataloader",))
-    without = peak_memory_bytes(replace(bare, batch=Batch(global_batch_size=8)), asked)
+    this = replace(job(mtp_num_layers=1 if layout.chunks_after_mtp else 0), batch=Batch(global_batch_size=8))
+    parts = peak_memory_bytes(this, replace(layout, recompute=FULL_UNIFORM))
 
-    assert [1024 * live for live in expected] == [
-        one.embedding - two.embedding for one, two in zip(parts, without, strict=True)
-    ]
+    assert [1024 * live for live in expected] == [one.kept_masks for one in parts]
 
 
 RESET = "--reset-attention-mask"

@@ -76,7 +76,7 @@ def test_a_peak_by_hand() -> None:
         shared_buffer=8 * 2048,
         dummy_gradients=0,
         activations=4 * layer,
-        embedding=8 * 32,
+        kept_masks=0,
         recompute=0,
         backward=4 * 2048 + 16 * 2048,
         mask=32 * 32,
@@ -88,7 +88,7 @@ def test_a_peak_by_hand() -> None:
         whole=0,
         graph=0,
     )
-    passes = 4 * layer + 8 * 32 + 32 * 32 + 8 * 2048 + 4 * 32 * 256
+    passes = 4 * layer + 32 * 32 + 8 * 2048 + 4 * 32 * 256
     assert parts.static == 16 * parameters + 8 * 2048
     assert parts.total == parts.static + max(passes, 4 * parameters)
 
@@ -130,27 +130,13 @@ def test_live_bytes_are_those_of_the_schedule(pp: int, vpp: int, rounds: int, ex
     schedule = schedule_of(layout, rounds * group)
     sizes = [rng.randint(0, 9) for _ in range(layout.num_chunks)]
     for rank in range(pp):
-        live = peak = in_last_chunk = 0
+        live = peak = 0
         for action in schedule.ranks[rank]:
             live += sizes[action.stage] if action.kind == "F" else -sizes[action.stage]
             peak = max(peak, live)
-            if action.kind == "F" and action.stage >= layout.num_chunks - pp:
-                in_last_chunk = max(in_last_chunk, live)
 
         shape = (pp, vpp, group, rank, rounds * group, tuple(sizes[rank::pp]))
         assert peak == peak_live_bytes(*shape)
-        if vpp > 1:
-            assert in_last_chunk == peak_live_bytes(*shape, in_last_chunk=True)
-
-
-def test_the_loss_may_run_when_fewer_chunks_are_live() -> None:
-    """The last of two chunks has no layers, so its forwards see four live passes of the other chunk, not five."""
-    layout = Layout(pp=4, vpp=2, layers_per_chunk=(0, 1, 1, 1, 0, 1, 0, 0))
-    jobs = (replace(job, model=replace(job.model, vocab_size=1024)) for job in (with_batch(8), with_batch(4)))
-    last, few = (peak_memory_bytes(job, layout)[-1] for job in jobs)
-
-    assert last.activations - KEPT == few.activations == 4 * KEPT
-    assert last.head + last.activations == few.head + few.activations
 
 
 def test_activations_of_chunks() -> None:
@@ -203,10 +189,9 @@ def test_the_shared_buffer() -> None:
 
 
 def test_ends_of_the_pipeline() -> None:
-    """The first rank holds inputs of its live micro-batches, the last one the head, the middle neither."""
+    """The last rank holds the head."""
     parts = peak_memory_bytes(job(), Layout(pp=4))
 
-    assert [part.embedding for part in parts] == [4 * 8 * 32, 0, 0, 0]
     assert [part.head for part in parts] == [0, 0, 0, 4 * 2048 + 6 * 32 * 256]
 
 
@@ -217,7 +202,7 @@ PARTS = MemoryParts(
     shared_buffer=0,
     dummy_gradients=0,
     activations=10,
-    embedding=1,
+    kept_masks=1,
     recompute=4,
     backward=2,
     mask=1,
@@ -307,7 +292,8 @@ def test_published_peaks_lie_a_workspace_above(layout: Layout, measured_bytes: i
 
     Source: golden values of gpt3_mcore_tp1_pp1_dist_optimizer_overlap_grad_reduce_param_gather, gpt3_mcore_tp1_pp2 and
     gpt3_mcore_tp1_pp4 (tests/functional_tests of Megatron-LM).
-    Two workspaces of 32 MiB (cost.workspaces); the rest of the difference comes and goes between runs.
+    Two workspaces of 32 MiB (cost.workspaces), and token ids and dropout mask of the embedding, which have no formula;
+    the rest of the difference comes and goes between runs.
     """
     model = tiny_model(
         num_layers=12,
@@ -327,7 +313,7 @@ def test_published_peaks_lie_a_workspace_above(layout: Layout, measured_bytes: i
 
     rest_bytes = measured_bytes - peak_memory_bytes(golden, layout)[-1].total
 
-    assert 62 << 20 <= rest_bytes <= 66 << 20
+    assert 62 << 20 <= rest_bytes <= 68 << 20
 
 
 def test_shards_and_what_stands_whole() -> None:
@@ -510,5 +496,4 @@ def test_the_first_rank_holds_both_ends_and_nothing_is_lost() -> None:
     assert folded[0].weights == 4 * (counts[0] + counts[3] - counts[1])
     assert [100, 90, 80, 70] == [each.activations for each in folded]
     assert folded[0].head == stock[-1].head
-    assert folded[0].embedding == stock[0].embedding
     assert {0} == {each.head for each in folded[1:]}

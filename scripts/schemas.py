@@ -11,7 +11,7 @@ from typing import Any
 
 from pipette_launch.facts.devices import DeviceFile, DeviceFiles
 from pipette_launch.facts.fabric import FabricSpec
-from pipette_launch.facts.files import LARGEST, MOST_INTEGER, SCHEMA_VERSION, Document
+from pipette_launch.facts.files import LARGEST, MOST_INTEGER, SCHEMA_VERSION, Document, has_default
 from pipette_launch.facts.health import Checkup
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.outcome import LiveJob, Outcome
@@ -74,7 +74,7 @@ def _object(kind: Any, parts: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": {field.name: _value(hints[field.name], parts) for field in fields},
-        "required": [field.name for field in fields if not field.metadata.get("added_later")],
+        "required": [field.name for field in fields if not has_default(field)],
         "additionalProperties": False,
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from pipette_launch.facts import (
     Batch,
@@ -22,7 +23,7 @@ from pipette_launch.facts import (
     StageReading,
 )
 from pipette_launch.facts.job import PerformanceOptions
-from pipette_launch.facts.measurements import CollectiveTime, memory_digest
+from pipette_launch.facts.measurements import CollectiveTime, MemoryNeed, memory_digest
 from pipette_launch.facts.messages import Node
 from pipette_launch.facts.model import GatedDelta, LatentAttention
 from pipette_launch.megatron.performance import options_of_flags
@@ -197,6 +198,12 @@ def tiny_measurements(cluster: Cluster, cases: tuple[ComputeCase, ...] | None = 
         phase_s={},
         notes=(),
     )
+
+
+def memory_need(peaks_bytes: tuple[int, ...], limit_bytes: int, free_bytes: int = 0, **changes: Any) -> MemoryNeed:
+    """A need without overhead: each device holds only the model's tensors."""
+    peaks = dict.fromkeys(("need_bytes", "least_bytes", "model_bytes"), peaks_bytes)
+    return MemoryNeed(**{**peaks, "limit_bytes": limit_bytes, "free_bytes": free_bytes or limit_bytes, **changes})
 
 
 def stage_reading(job: Job, layout: Layout, pp_rank: int = 0, **changes: object) -> StageReading:

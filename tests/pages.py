@@ -89,7 +89,7 @@ def drawn() -> Drawn:
 
 def _with_near_limit(choice: Choice) -> Choice:
     """Show a limit of 4 MiB, which a tiny model comes near."""
-    return replace(choice, memory=replace(choice.memory_shown, limit_bytes=4 << 20, free_bytes=5 << 20))
+    return replace(choice, memory=replace(choice.memory, limit_bytes=4 << 20, free_bytes=5 << 20))
 
 
 def many_hosts(count: int) -> Drawn:

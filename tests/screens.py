@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-from facts_for_tests import tiny_cluster, tiny_measurements
+from facts_for_tests import memory_need, tiny_cluster, tiny_measurements
 
 from pipette_launch.facts import (
     Choice,
@@ -51,14 +51,15 @@ def choice(layout: Layout, step_time_s: float, **changes: object) -> Choice:
         schedule="1f1b" if layout.pp > 1 else "no-pipelining",
         step_time_s=step_time_s,
         breakdown_s={name: part * step_time_s for name, part in parts.items()},
-        peak_memory_bytes=tuple(max((6 << 30) - (stage << 29), 1 << 29) for stage in range(layout.pp)),
-        memory_limit_bytes=7 << 30,
+        memory=shown_need(tuple(max((6 << 30) - (stage << 29), 1 << 29) for stage in range(layout.pp))),
         bound_s=0.9 * step_time_s,
     )
-    made = replace(made, **changes)  # type: ignore[arg-type]
-    limit = made.memory_limit_bytes
-    need = MemoryNeed(need_bytes=made.peak_memory_bytes, free_bytes=round(limit / 0.92), limit_bytes=limit)
-    return replace(made, memory=need)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def shown_need(peaks_bytes: tuple[int, ...], limit_bytes: int = 7 << 30) -> MemoryNeed:
+    """A need of these bytes, with a margin of 8 %."""
+    return memory_need(peaks_bytes, limit_bytes, round(limit_bytes / 0.92))
 
 
 def plan(cluster: Cluster, chosen: Choice, own: Choice, *alternatives: Choice, **changes: object) -> Plan:
@@ -182,10 +183,10 @@ def large() -> str:
     layout = Layout(tp=8, etp=8, pp=16, dp=4, vpp=2, sequence_parallel=True, use_distributed_optimizer=True)
     placement = tuple(8 * (63 - host) + device for host in range(64) for device in range(8))
     peaks = tuple((70 << 30) - (abs(stage - 9) << 30) for stage in range(16))
-    own = choice(Layout(tp=8, etp=8, pp=8, dp=8), 2.5, peak_memory_bytes=(90 << 30,) * 8, memory_limit_bytes=73 << 30)
+    own = choice(Layout(tp=8, etp=8, pp=8, dp=8), 2.5, memory=shown_need((90 << 30,) * 8, 73 << 30))
     made = plan(
         cluster,
-        choice(layout, 1.9, placement=placement, peak_memory_bytes=peaks, memory_limit_bytes=73 << 30),
+        choice(layout, 1.9, placement=placement, memory=shown_need(peaks, 73 << 30)),
         own,
     )
     return shown(made, tiny_measurements(cluster), new_arguments=NEW)

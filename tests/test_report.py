@@ -10,7 +10,7 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from screens import NEW, OLD, SCREENS, at_width, choice, drawn, plan, shown
+from screens import NEW, OLD, SCREENS, at_width, choice, drawn, plan, shown, shown_need
 
 from pipette_launch.facts import Layout, Samples
 from pipette_launch.facts.outcome import Outcome, PeakReading
@@ -71,7 +71,7 @@ def test_a_terminal_without_unicode_gets_ascii(monkeypatch: pytest.MonkeyPatch) 
 def test_an_own_layout_that_does_not_fit_is_shown_as_such() -> None:
     """It stands last, marked, beside what was chosen in its place."""
     cluster = tiny_cluster(1, 2)
-    own = choice(Layout(dp=2), 1.0, peak_memory_bytes=(9 << 30,))
+    own = choice(Layout(dp=2), 1.0, memory=shown_need((9 << 30,)))
     text = shown(plan(cluster, choice(Layout(pp=2), 2.0), own), None, new_arguments=None)
 
     assert "yours, too large  tp1 pp1 dp2 mbs1" in text
@@ -116,20 +116,11 @@ def test_a_single_thing_is_singular() -> None:
 def test_a_stage_over_the_limit_says_so() -> None:
     """A plan from a file may ask for more than there is."""
     cluster = tiny_cluster(1, 2)
-    chosen = choice(Layout(dp=2), 1.0, peak_memory_bytes=(9 << 30,))
+    chosen = choice(Layout(dp=2), 1.0, memory=shown_need((9 << 30,)))
 
     assert "9.00 GiB of 7.00 GiB, over" in shown(
         plan(cluster, chosen, choice(Layout(pp=2), 2.0)), None, new_arguments=None
     )
-
-
-def test_a_file_of_an_earlier_release_shows_what_it_has() -> None:
-    """Without figures of the whole device it shows those of the model's tensors, and says so."""
-    old = replace(choice(Layout(dp=2), 1.0), memory=None)
-    screen = shown(plan(tiny_cluster(1, 2), old, old), None, new_arguments=None)
-
-    assert "6.00 GiB of 7.00 GiB" in screen
-    assert "the model's tensors alone: this file of an earlier release has no" in screen
 
 
 def test_changed_flags_are_paired() -> None:

@@ -180,7 +180,7 @@ def _trials(job: Job) -> None:
 def _out_of_memory(job: Job, plan: Plan) -> None:
     """Run a plan whose first choice needs more memory than is left, while what comes next needs less."""
     greedy, frugal = (_choice(job, plan, layout) for layout in (Layout(micro_batch_size=8), Layout(recompute=FULL)))
-    chosen, least = greedy.peak_memory_bytes[0], frugal.peak_memory_bytes[0]
+    chosen, least = greedy.memory.model_bytes[0], frugal.memory.model_bytes[0]
     left = (chosen + least) // 2 + MARGIN_BYTES[job.book.kind]
     path = job.folder / "plan.json"
     files.write(path, replace(plan, chosen=greedy, alternatives=(frugal,), keeps_own=False))
@@ -196,7 +196,8 @@ def _choice(job: Job, plan: Plan, layout: Layout) -> Choice:
     """A candidate by hand, as large as the closed form says."""
     read = megatron.read_job(job.words, world_size=1, megatron_version="0.16.1", device_kind=job.book.kind)
     peak = peak_memory_bytes(read, layout)[0].total
-    return replace(plan.own, layout=layout, peak_memory_bytes=(peak,), memory=None)
+    memory = replace(plan.own.memory, need_bytes=(peak,), least_bytes=(peak,), model_bytes=(peak,))
+    return replace(plan.own, layout=layout, memory=memory)
 
 
 def _keep(job: Job, name: str, done: Run, **more: object) -> None:

@@ -21,6 +21,7 @@ from pipette_launch import megatron
 from pipette_launch.cost.pipeline.zero_bubble import named_schedule
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Choice, Job, Layout, Plan, Provenance, files
+from pipette_launch.facts.measurements import MemoryNeed
 from pipette_launch.facts.schedule import ScheduleFile
 from pipette_launch.probe.run import BACKENDS
 
@@ -34,6 +35,11 @@ MODELS: dict[DeviceKind, str] = {
 }
 HOST = "gpu-check-{}"
 """Name of a node, for plans that are written before the nodes meet."""
+
+
+def _need(num_stages: int) -> MemoryNeed:
+    peaks = (1 << 20,) * num_stages
+    return MemoryNeed(need_bytes=peaks, least_bytes=peaks, model_bytes=peaks, free_bytes=1 << 30, limit_bytes=1 << 30)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,8 +65,7 @@ class ByHand:
             schedule=self.schedule,
             step_time_s=1.0,
             breakdown_s={"compute": 1.0},
-            peak_memory_bytes=(1 << 20,) * self.layout.pp,
-            memory_limit_bytes=1 << 30,
+            memory=_need(self.layout.pp),
             bound_s=1.0,
             order=self._order(num_microbatches),
         )
@@ -71,7 +76,7 @@ class ByHand:
             device_kind=device_kind,
             chosen=chosen,
             alternatives=(),
-            own=replace(own, peak_memory_bytes=(1 << 20,), order=None),
+            own=replace(own, memory=_need(1), order=None),
             keeps_own=False,
             reasons=("It was written by hand.",),
             notes=(),

@@ -172,7 +172,7 @@ def _value_of(plan: Plan, key: str) -> str:
     """Return a key's value in a plan, with the unit; empty if the plan has no value of this key."""
     from pipette_launch.report.screen import mfu_text
 
-    chosen, layout, memory = plan.chosen, plan.chosen.layout, plan.chosen.memory_shown
+    chosen, layout, memory = plan.chosen, plan.chosen.layout, plan.chosen.memory
     part = key.replace(" ", "_")
     if part in chosen.breakdown_s:
         return f"{seconds_text(chosen.breakdown_s[part])} of {seconds_text(chosen.step_time_s)}"

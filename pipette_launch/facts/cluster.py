@@ -15,7 +15,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.devices import DeviceSpec, known_device
-from pipette_launch.facts.files import ADDED_LATER
 
 Matrix: TypeAlias = NDArray[np.float64]
 MatrixLike: TypeAlias = Matrix | Sequence[Sequence[float]]
@@ -32,7 +31,7 @@ class Device:
     memory_total_bytes: int
     memory_free_bytes: int
     """Free memory before the job's own processes started."""
-    compute_capability: float | None = field(default=None, metadata=ADDED_LATER)
+    compute_capability: float | None = None
     """CUDA's compute capability, such as 8.9, as NVML reports it. None = unknown."""
 
     def __post_init__(self) -> None:
@@ -50,7 +49,7 @@ class Host:
     address: str
     cores: int
     devices: tuple[Device, ...]
-    place: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
+    place: tuple[str, ...] = ()
     """Names that the scheduler gives the switches above the host, outermost switch first. Empty = unknown."""
 
     def __post_init__(self) -> None:
@@ -180,7 +179,7 @@ class Cluster(HostsOfJob):
     """Links between the D devices of a host, one entry for each host."""
     slot_speed: tuple[float, ...]
     """Compute speed of each slot relative to the median slot."""
-    imagined: DeviceSpec | None = field(default=None, hash=False, metadata=ADDED_LATER)
+    imagined: DeviceSpec | None = field(default=None, hash=False)
     """Type of all devices if the user only described the machines. The type is `None` if the hosts are real."""
 
     def __post_init__(self) -> None:

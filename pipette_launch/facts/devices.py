@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.files import ADDED_LATER, check_numbers, table
+from pipette_launch.facts.files import check_numbers, table
 from pipette_launch.text import GIB
 
 
@@ -97,7 +97,7 @@ class DeviceSpec:
     """Exponentials per second of all special function units, which compute the softmax of attention."""
     domain_hosts: int = 1
     """Number of hosts in one NVLink domain. Links between hosts of one domain are as fast as `within_host`."""
-    has_paired_links: bool = field(default=False, metadata=ADDED_LATER)
+    has_paired_links: bool = False
     """True if no switch joins the devices of a host, so that each pair of devices has NVLinks of its own. `within_host`
     is then the link of one pair, and a group in one host uses the links of all its pairs at the same time."""
     host_bytes_per_s: float = 0.0
@@ -287,28 +287,28 @@ class DeviceFile:
     memory_bytes: float
     """Value of `torch.cuda.get_device_properties(0).total_memory`, which is less than the data sheet's figure."""
     memory_bytes_per_s: float
-    within_host_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
+    within_host_bytes_per_s: float | None = None
     """Bandwidth to another device of the host, over NVLink, xGMI or PCIe."""
-    within_host_latency_s: float | None = field(default=None, metadata=ADDED_LATER)
+    within_host_latency_s: float | None = None
     """Latency in seconds of one step of a collective over the link to another device of the host."""
-    between_hosts_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
+    between_hosts_bytes_per_s: float | None = None
     """Bandwidth of the host's network cards divided by the devices of the host."""
-    between_hosts_latency_s: float | None = field(default=None, metadata=ADDED_LATER)
+    between_hosts_latency_s: float | None = None
     """Latency in seconds of one step of a collective over the network between hosts."""
-    host_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
+    host_bytes_per_s: float | None = None
     """Bandwidth between the device and its host's memory, in each direction."""
-    devices_per_host: int | None = field(default=None, metadata=ADDED_LATER)
-    domain_hosts: int | None = field(default=None, metadata=ADDED_LATER)
+    devices_per_host: int | None = None
+    domain_hosts: int | None = None
     """Number of hosts of one NVLink domain: 18 for an NVL72 rack, 1 if NVLink ends at the host."""
-    compute_capability: float | None = field(default=None, metadata=ADDED_LATER)
+    compute_capability: float | None = None
     """CUDA's compute capability, such as 9.0. Workspaces and the attention backend depend on the compute capability."""
-    matmul_share: float | None = field(default=None, metadata=ADDED_LATER)
+    matmul_share: float | None = None
     """Share of the 16-bit peak that large matrix products reach."""
-    fp8_share: float | None = field(default=None, metadata=ADDED_LATER)
+    fp8_share: float | None = None
     """Share of the FP8 peak that large matrix products reach."""
-    attention_share: float | None = field(default=None, metadata=ADDED_LATER)
+    attention_share: float | None = None
     """Share of the 16-bit peak that the products of flash attention reach."""
-    memory_share: float | None = field(default=None, metadata=ADDED_LATER)
+    memory_share: float | None = None
     """Share of the memory bandwidth that norms and the optimizer reach."""
 
     def __post_init__(self) -> None:

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from pipette_launch.errors import FactError
 from pipette_launch.facts.cluster import Links
 from pipette_launch.facts.devices import DeviceSpec, Link
-from pipette_launch.facts.files import ADDED_LATER
 from pipette_launch.text import listed, rate_text
 
 DOMAIN = "NVLink domain"
@@ -30,17 +29,17 @@ class Tier:
     """One level of the network: groups of hosts, and the link between devices of two hosts in one group."""
 
     name: str
-    hosts_per_group: int | None = field(default=None, metadata=ADDED_LATER)
+    hosts_per_group: int | None = None
     """Number of successive hosts in a group. With None, all hosts are one group, unless `groups` is set."""
-    groups: tuple[tuple[str, ...], ...] = field(default=(), metadata=ADDED_LATER)
+    groups: tuple[tuple[str, ...], ...] = ()
     """Names of the hosts in each group, for groups of unequal size or of hosts that are not successive."""
-    link: Literal["card", "nvlink"] = field(default="card", metadata=ADDED_LATER)
+    link: Literal["card", "nvlink"] = "card"
     """`card`: the device's share of its host's network cards. `nvlink`: the link between devices of one host."""
-    share: float | None = field(default=None, metadata=ADDED_LATER)
+    share: float | None = None
     """Share of the bandwidth that remains when all devices send: 0.5 behind switches with 2:1 oversubscription."""
-    bandwidth_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
+    bandwidth_bytes_per_s: float | None = None
     """Bandwidth of one device when all devices send. A tier with a stated bandwidth has no `share`."""
-    latency_s: float | None = field(default=None, metadata=ADDED_LATER)
+    latency_s: float | None = None
     """Latency of the tier in seconds. With None, the tier has the latency of the device's card or NVLink."""
 
     def __post_init__(self) -> None:
@@ -93,11 +92,11 @@ class FabricSpec:
     """Origin of the network's figures, as one sentence that plans repeat."""
     tiers: tuple[Tier, ...]
     """Levels of the network, the smallest groups of hosts first. The last tier contains all hosts of the job."""
-    hosts: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
+    hosts: tuple[str, ...] = ()
     """Names of the hosts in torchrun's order, as plans for real hosts need them. Empty = host0, host1 and so on."""
-    network_factor: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
+    network_factor: dict[str, float] = field(default_factory=dict)
     """Share of the usual bandwidth that a host with slower network cards reaches, by name of the host."""
-    compute_factor: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
+    compute_factor: dict[str, float] = field(default_factory=dict)
     """Share of the usual speed that a host with slower devices reaches, by name of the host."""
 
     def __post_init__(self) -> None:

@@ -49,9 +49,7 @@ def check_numbers(
             raise error(f"{name} must be {'above' if above else 'at least'} {limit:g}, got {value}")
 
 
-ADDED_LATER = {"added_later": True}
-"""Metadata of a field that files of earlier releases lack. A missing field gets its default."""
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of every kind of document. A change in the meaning of a field needs a new version."""
 MOST_BYTES = 512 << 20
 """Size limit of parsed files and of one unpacked matrix, in bytes. A matrix of 8,192 hosts has this size."""
@@ -175,9 +173,9 @@ def loads(kind: type[D], text: str | bytes, source: str) -> D:
         raise FileFormatError(f"{source}: expected a {kind.KIND!r} document, found {_shown(found)}")
     version = plain.pop("schema_version", None)
     if type(version) is not int or version != SCHEMA_VERSION:
-        version_text = f"schema_version {_shown(version)} is not {SCHEMA_VERSION}"
         raise FileFormatError(
-            f"{source}: {version_text}, the version that this pipette-launch reads; make the file anew"
+            f"{source}: schema_version {_shown(version)} is not {SCHEMA_VERSION}, the version that this pipette-launch "
+            "reads; make the file anew, or set the number of a file that you wrote yourself"
         )
     document: D = from_plain(kind, plain, source)
     return document
@@ -288,8 +286,7 @@ def _dict(kind: Any, value: Any, where: str) -> dict[str, Any]:
 def _fact(kind: Any, value: Any, where: str) -> Any:
     readers, required = _fields(kind)
     if not required <= _checked(dict, value, where).keys() <= readers.keys():
-        removed: frozenset[str] = getattr(kind, "REMOVED", frozenset())
-        for name in sorted(value.keys() - readers.keys() - removed):
+        for name in sorted(value.keys() - readers.keys()):
             raise FileFormatError(f"{where}: unknown field {name!r}")
         for name in sorted(required - value.keys()):
             raise FileFormatError(f"{where}: field {name!r} is missing")
@@ -304,10 +301,13 @@ def _fact(kind: Any, value: Any, where: str) -> Any:
 def _fields(kind: Any) -> tuple[dict[str, Callable[[Any, str], Any]], frozenset[str]]:
     """Return the reader of each field, and the names of the fields that a file must have."""
     hints = typing.get_type_hints(kind)
-    fields = dataclasses.fields(kind)
-    has_defaults = getattr(kind, "OMITS_DEFAULTS", False)
-    required = frozenset(field.name for field in fields if not has_defaults and not field.metadata.get("added_later"))
-    return {field.name: _reader(hints[field.name]) for field in fields}, required
+    required = frozenset(field.name for field in dataclasses.fields(kind) if not has_default(field))
+    return {field.name: _reader(hints[field.name]) for field in dataclasses.fields(kind)}, required
+
+
+def has_default(field: dataclasses.Field[Any]) -> bool:
+    """Return True if files may leave a field out, because it has a default."""
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
 
 
 def _matrix(value: Any, where: str) -> NDArray[np.float64]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, NamedTuple
 
-from pipette_launch.facts.files import ADDED_LATER, check_numbers
+from pipette_launch.facts.files import check_numbers
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
 
@@ -314,7 +314,7 @@ class Batch:
     """Number of samples of one optimizer step (global batch size), which is equal for all layouts."""
 
     global_batch_size: int
-    earlier_sizes: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    earlier_sizes: tuple[int, ...] = ()
     """Number of samples of earlier steps, if `--step-batch-size-schedule` changes the number during the training."""
 
     def __post_init__(self) -> None:
@@ -343,19 +343,19 @@ class Job:
     """Megatron's options that affect time, memory or legality, with the defaults of the job's release."""
     performance_flags: tuple[str, ...]
     """Sorted flags of these options and of the options without a formula, as `--flag value`, for notes and digests."""
-    cublas_workspace_config: str = field(default="", metadata=ADDED_LATER)
+    cublas_workspace_config: str = ""
     """CUBLAS_WORKSPACE_CONFIG of the workers, which sets the size of cuBLAS's buffers.
 
     The text is empty if the environment does not set the variable.
     """
-    allocator_config: str = field(default="", metadata=ADDED_LATER)
+    allocator_config: str = ""
     """Options of torch's CUDA allocator in the workers' environment, without blanks.
 
     The text is empty if the environment does not set the variable.
     """
-    compute_capability: float | None = field(default=None, metadata=ADDED_LATER)
+    compute_capability: float | None = None
     """CUDA's compute capability of the GPUs, such as 8.9. None = unknown."""
-    own_refusal: str = field(default="", metadata=ADDED_LATER)
+    own_refusal: str = ""
     """Reason why Megatron refuses the user's own configuration.
 
     `own` is a substitute if Megatron refuses the configuration. The reason is empty if Megatron accepts the

@@ -5,14 +5,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.errors import LayoutError
-from pipette_launch.facts.files import ADDED_LATER, check_numbers
+from pipette_launch.facts.files import check_numbers
 
 
 class Cell(NamedTuple):
@@ -32,9 +32,9 @@ class Recompute:
     method: Literal["none", "uniform", "block"] = "none"
     num_layers: int = 0
     modules: tuple[str, ...] = ()
-    offload_modules: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
+    offload_modules: tuple[str, ...] = ()
     """Modules whose activations go to the host, and come back for the backward."""
-    offload_share: float = field(default=0.0, metadata=ADDED_LATER)
+    offload_share: float = 0.0
     """Share of the modules, in each chunk, whose activations go to the host."""
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class Layout:
     """Micro-batches that run through one chunk before the next chunk starts. 0 = Megatron's default, `pp`."""
     layers_per_chunk: tuple[int, ...] = ()
     """Layers of each of the `pp * vpp` chunks in model order. Chunk c is on pipeline rank c % pp. Empty = equal."""
-    chunks_after_mtp: int = field(default=0, metadata=ADDED_LATER)
+    chunks_after_mtp: int = 0
     """Number of chunks after the chunk with multi-token prediction. 0 = the last chunk has multi-token prediction."""
     micro_batch_size: int = 1
     sequence_parallel: bool = False

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pipette_launch.errors import FactError
 from pipette_launch.facts import files
 from pipette_launch.facts.cluster import Cluster, Links
-from pipette_launch.facts.files import ADDED_LATER, check_numbers
+from pipette_launch.facts.files import check_numbers
 from pipette_launch.facts.health import DeviceCondition, Verdict
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
@@ -59,11 +59,22 @@ class MemoryNeed:
     need_bytes: tuple[int, ...]
     """Memory peak of each pipeline rank: tensors of the model and all overhead, with the allocator's cache."""
     free_bytes: int
-    """Free memory of the fullest device before the job. 0 in files of earlier releases."""
+    """Free memory of the fullest device before the job."""
     limit_bytes: int
     """Largest memory that a pipeline rank may need: free memory minus the memory margin."""
-    least_bytes: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
-    """`need_bytes` without the allocator's cache. Empty in files of earlier releases."""
+    least_bytes: tuple[int, ...]
+    """`need_bytes` without the allocator's cache."""
+    model_bytes: tuple[int, ...]
+    """Peak of the model's own tensors on each pipeline rank."""
+    correction: float = 1.0
+    """Factor from earlier outcomes on these machines that is included in all peaks."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "correction", limit=0, above=True)
+        if min(self.model_bytes, default=0) <= 0:
+            raise FactError(f"model_bytes must be above 0 on each stage, got {self.model_bytes}")
+        if not len(self.need_bytes) == len(self.least_bytes) == len(self.model_bytes):
+            raise FactError("need_bytes, least_bytes and model_bytes must have one number for each stage")
 
     @property
     def verdict(self) -> MemoryVerdict:
@@ -75,7 +86,7 @@ class MemoryNeed:
         """
         if max(self.need_bytes) <= self.limit_bytes:
             return "fits"
-        return "tight" if max(self.least_bytes or self.need_bytes) <= self.free_bytes else "too large"
+        return "tight" if max(self.least_bytes) <= self.free_bytes else "too large"
 
     @property
     def fits(self) -> bool:
@@ -106,13 +117,13 @@ class StageReading:
     """Peak of NVML's used bytes on CUDA, without communicators. On CPU, the peak is the process's resident set."""
     ran_out: bool = False
     """True if the device ran out of memory during the step. All peaks then cover only the time before the failure."""
-    allocator_config: str = field(default="", metadata=ADDED_LATER)
+    allocator_config: str = ""
     """Value of `Job.allocator_config`, which affects `reserved_peak_bytes`."""
-    num_microbatches: int = field(default=0, metadata=ADDED_LATER)
+    num_microbatches: int = 0
     """Micro-batches in `schedule_s`. 0 = the step was not timed."""
-    schedule_s: float = field(default=0.0, metadata=ADDED_LATER)
+    schedule_s: float = 0.0
     """Seconds of forward and backward of the micro-batches, without waits for batches and for other ranks."""
-    update_s: float = field(default=0.0, metadata=ADDED_LATER)
+    update_s: float = 0.0
     """Seconds from the last backward to the end of the optimizer's step, without waits for other ranks."""
 
     def __post_init__(self) -> None:
@@ -270,18 +281,18 @@ class ComputeTime:
     """Time of the backward with respect to the input only."""
     weight_grad: Samples
     """Time of the full backward minus the time of `input_grad`."""
-    forward_idle_s: float = field(default=0.0, metadata=ADDED_LATER)
+    forward_idle_s: float = 0.0
     """Seconds of the forward in which the device waits for the host. Collectives during this idle time cost nothing."""
-    backward_idle_s: float = field(default=0.0, metadata=ADDED_LATER)
+    backward_idle_s: float = 0.0
     """Seconds of both backward passes in which the device waits for the host."""
-    source: Literal["measured", "modelled", "cached"] = field(default="measured", metadata=ADDED_LATER)
+    source: Literal["measured", "modelled", "cached"] = "measured"
     """`modelled`: converted by the device model from a time with other options. `cached`: from an earlier warm-up."""
-    recompute: Samples | None = field(default=None, metadata=ADDED_LATER)
+    recompute: Samples | None = None
     """Additional time if full recompute runs the layer's forward again in the backward. None = not measured."""
 
-    ep: int = field(default=0, metadata=ADDED_LATER)
+    ep: int = 0
     """Expert parallel size. 0 = the part has no experts, or the time does not depend on this size."""
-    etp: int = field(default=0, metadata=ADDED_LATER)
+    etp: int = 0
     """Expert tensor parallel size. 0 = the part has no experts, or the time does not depend on this size."""
 
     def __post_init__(self) -> None:
@@ -360,8 +371,6 @@ class Measurements:
     """The file cluster.json: the machines and all measurements on these machines."""
 
     KIND: ClassVar[str] = "cluster"
-    REMOVED: ClassVar[frozenset[str]] = frozenset({"wake_s"})
-    """Fields of files of earlier releases, which reading skips."""
 
     cluster: Cluster
     compute: tuple[ComputeTime, ...]
@@ -378,32 +387,32 @@ class Measurements:
     """Sentences on skipped, unstable and assumed values."""
     optimizer_s_per_parameter: float | None = None
     """Seconds of an optimizer step for each parameter whose state a slot holds. None = not measured."""
-    loading: LoadingTime | None = field(default=None, metadata=ADDED_LATER)
+    loading: LoadingTime | None = None
     """Time to load batches with Megatron-LM's own trainer on CPUs. The time is `None` if it was not measured."""
-    gradient_s_per_byte: float = field(default=0.0, metadata=ADDED_LATER)
+    gradient_s_per_byte: float = 0.0
     """Seconds of a step to clear, check and scale gradients, for each byte of gradients that a slot holds. 0 = not
     measured. On CPUs most of the time goes into the optimizer's calls for each tensor."""
-    step_s: float = field(default=0.0, metadata=ADDED_LATER)
+    step_s: float = 0.0
     """Seconds in each step in which the device waits for the host. 0 = not measured."""
-    host_bytes_per_s: float = field(default=0.0, metadata=ADDED_LATER)
+    host_bytes_per_s: float = 0.0
     """Bandwidth between a slot and its host's memory, in each direction. 0 = not measured, as in all warm-ups."""
-    refused: tuple[ComputeCase, ...] = field(default=(), metadata=ADDED_LATER)
+    refused: tuple[ComputeCase, ...] = ()
     """Compute cases that megatron-core refuses, or that ran out of memory."""
-    unmeasured: tuple[ComputeCase, ...] = field(default=(), metadata=ADDED_LATER)
+    unmeasured: tuple[ComputeCase, ...] = ()
     """Compute cases that the warm-up had no time to measure, beginning with the most promising case."""
-    model_digest: str = field(default="", metadata=ADDED_LATER)
-    """`layers_digest` of the model whose layers were measured. The digest is empty in files of earlier releases."""
-    timed_flags: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
+    model_digest: str = ""
+    """`layers_digest` of the model whose layers were measured. Empty = unknown."""
+    timed_flags: tuple[str, ...] = ()
     """Flags of the job's precision that the timed layers had. Empty = the layers were built from the job's flags."""
-    conditions: tuple[DeviceCondition, ...] = field(default=(), metadata=ADDED_LATER)
+    conditions: tuple[DeviceCondition, ...] = ()
     """Reports of the driver on each slot's device before the warm-up, in slot order. Empty = no driver reported."""
-    verdicts: tuple[Verdict, ...] = field(default=(), metadata=ADDED_LATER)
+    verdicts: tuple[Verdict, ...] = ()
     """Problems of hosts, devices and links. Problems that may exclude a host come first."""
-    survey: LinkSurvey | None = field(default=None, metadata=ADDED_LATER)
-    """Origin of the links between hosts. The survey is `None` for one host, and in files of earlier releases."""
-    overhead: DeviceOverhead | None = field(default=None, metadata=ADDED_LATER)
+    survey: LinkSurvey | None = None
+    """Origin of the links between hosts. None for one host."""
+    overhead: DeviceOverhead | None = None
     """Parts of `overhead_bytes` on the slot with the largest value. None = not measured separately, or no GPU."""
-    stages: tuple[StageReading, ...] = field(default=(), metadata=ADDED_LATER)
+    stages: tuple[StageReading, ...] = ()
     """Measured memory of whole pipeline stages of promising layouts, each run on a single device."""
 
     @property

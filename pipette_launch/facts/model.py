@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, TypeAlias, cast
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.files import ADDED_LATER, check_numbers
+from pipette_launch.facts.files import check_numbers
 
 BlockKind: TypeAlias = Literal["attention", "delta", "sparse", "shared_sparse", "mamba", "mlp", "experts"]
 _Sparse: TypeAlias = Literal["sparse_layer", "sparse_mlp_layer", "sparse_moe_layer"]
@@ -288,33 +288,33 @@ class ModelSpec:
     moe_ffn_hidden_size: int
     moe_shared_expert_intermediate_size: int
     """MLP width of the shared expert. 0 = no shared expert."""
-    latent_attention: LatentAttention | None = field(default=None, metadata=ADDED_LATER)
+    latent_attention: LatentAttention | None = None
     """Multi-latent attention. With latent attention, `num_query_groups` and `kv_channels` have no meaning."""
-    sparse_attention: SparseAttention | None = field(default=None, metadata=ADDED_LATER)
+    sparse_attention: SparseAttention | None = None
     """Selection of keys in sparse attention, which is latent attention too."""
-    mtp_num_layers: int = field(default=0, metadata=ADDED_LATER)
+    mtp_num_layers: int = 0
     """Number of depths of multi-token prediction. Each depth has a transformer layer on the last pipeline rank."""
-    qk_layernorm: bool = field(default=False, metadata=ADDED_LATER)
+    qk_layernorm: bool = False
     """True if a norm follows query and key, or the latents of query and key under latent attention."""
-    hybrid: HybridLayers | None = field(default=None, metadata=ADDED_LATER)
+    hybrid: HybridLayers | None = None
     """Layers of a hybrid model, whose `moe_layer_freq` is 1 for layers of experts and 0 for all other layers."""
-    attention_windows: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    attention_windows: tuple[int, ...] = ()
     """Number of tokens that a token sees in each layer, with itself.
 
     0 = all earlier tokens. The list is empty if no layer has a window.
     """
-    linear_attention: GatedDelta | None = field(default=None, metadata=ADDED_LATER)
+    linear_attention: GatedDelta | None = None
     """Sizes of gated delta networks, which replace attention in `linear_layers` or in layers G of a hybrid model."""
-    linear_layers: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    linear_layers: tuple[int, ...] = ()
     """One entry for each layer: 1 has a gated delta network, 0 has attention. The list is empty without `1`."""
-    attention_output_gate: bool = field(default=False, metadata=ADDED_LATER)
+    attention_output_gate: bool = False
     """True if gates as wide as the query multiply the output of attention."""
-    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = field(default="vanilla", metadata=ADDED_LATER)
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     """Sink of attention. A learnable sink has one parameter for each head."""
-    moe_latent_size: int = field(default=0, metadata=ADDED_LATER)
+    moe_latent_size: int = 0
     """Width of the tokens that routed experts receive. 0 = the hidden size."""
-    moe_shared_expert_gate: bool = field(default=False, metadata=ADDED_LATER)
-    foreign: str = field(default="", metadata=ADDED_LATER)
+    moe_shared_expert_gate: bool = False
+    foreign: str = ""
     """Name of the script's kind of model, such as `bert`, if no formula describes the model. Empty = decoder-only."""
 
     def __post_init__(self) -> None:

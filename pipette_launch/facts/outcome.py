@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from pipette_launch.facts.files import ADDED_LATER, check_numbers
+from pipette_launch.facts.files import check_numbers
 from pipette_launch.facts.health import Verdict
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import Samples
@@ -44,13 +44,13 @@ class Outcome:
     """Last printed iteration. One printed line may cover several iterations."""
     losses: tuple[str, ...]
     """Loss of each printed iteration, as text. The text is empty if no loss was printed."""
-    step_correction: float = field(default=1.0, metadata=ADDED_LATER)
+    step_correction: float = 1.0
     """Factor from earlier outcomes that is included in the predicted step."""
-    features: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
-    """Properties of layout and model by which outcomes of several jobs are compared. Empty in files of old releases."""
-    peaks: tuple[PeakReading, ...] = field(default=(), metadata=ADDED_LATER)
-    rate: Rate | None = field(default=None, metadata=ADDED_LATER)
-    """Tokens and FLOPs per second of the measured step. The rate is `None` in files of earlier releases."""
+    features: dict[str, float] = field(default_factory=dict)
+    """Properties by which outcomes of several jobs are compared. Empty = later jobs learn nothing."""
+    peaks: tuple[PeakReading, ...] = ()
+    rate: Rate | None = None
+    """Tokens and FLOPs per second of the measured step. None = unknown."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "step_correction", limit=0, above=True)
@@ -130,9 +130,9 @@ class LiveJob:
     memory_need_bytes: int | None = None
     memory_limit_bytes: int | None = None
     measured_memory_bytes: int | None = None
-    warmup_s: float | None = field(default=None, metadata=ADDED_LATER)
-    search_s: float | None = field(default=None, metadata=ADDED_LATER)
-    gap: float | None = field(default=None, metadata=ADDED_LATER)
+    warmup_s: float | None = None
+    search_s: float | None = None
+    gap: float | None = None
     """Largest possible gain of any other plan, as a share of the step."""
     verdicts: tuple[Verdict, ...] = ()
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.cluster import Cluster, in_device_order
-from pipette_launch.facts.files import ADDED_LATER, check_numbers
+from pipette_launch.facts.files import check_numbers
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import MemoryNeed, MemoryVerdict, Samples
@@ -30,9 +30,8 @@ class Rate:
     """FLOP/s of each rank, by Megatron's count of the model's FLOPs. Megatron's log calls it `TFLOP/s/GPU`."""
     mfu: float | None
     """Share of the device's dense peak in the format `peak_dtype`. None = the peak is unknown."""
-    peak_dtype: str = field(default="", metadata=ADDED_LATER)
-    """Format in which the layers' matrices are multiplied, such as `bf16` or `fp8`. Empty in files of 0.3 and earlier,
-    whose peak is in the format of the weights."""
+    peak_dtype: str = ""
+    """Format in which the layers' matrices are multiplied, such as `bf16` or `fp8`."""
 
     @classmethod
     def of(cls, job: Job, layout: Layout, step_time_s: float, cluster: Cluster, *, dtype: str) -> Rate | None:
@@ -106,8 +105,6 @@ class Trials:
 class Choice:
     """One way to run the job, with predictions of time and memory."""
 
-    REMOVED: ClassVar[frozenset[str]] = frozenset({"bound_reason"})
-    """Fields of files of earlier releases, which reading skips."""
 
     layout: Layout
     placement: tuple[int, ...]
@@ -117,27 +114,19 @@ class Choice:
     step_time_s: float
     breakdown_s: dict[str, float]
     """Parts of the step time by name. All parts sum to the step time."""
-    peak_memory_bytes: tuple[int, ...]
-    """Predicted peak of the model's own tensors on each pipeline rank."""
-    memory_limit_bytes: int
-    """Limit of `peak_memory_bytes`: free memory minus the margin and all overhead."""
+    memory: MemoryNeed
+    """Memory peaks and memory limit of the devices. Of another layout if the choice is a substitute (`Plan.own`)."""
     bound_s: float
     """Lower bound of the step time for all placements of this layout, in the same cost model."""
-    step_correction: float = field(default=1.0, metadata=ADDED_LATER)
+    step_correction: float = 1.0
     """Factor from earlier outcomes on these machines that is included in the step time."""
-    memory_correction: float = field(default=1.0, metadata=ADDED_LATER)
-    """Factor from earlier outcomes on these machines that is included in the memory peaks."""
-    device_peak_bytes: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
-    """Predicted peak of each pipeline rank with all overhead, as the driver reports it, without `memory_correction`."""
-    features: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
+    features: dict[str, float] = field(default_factory=dict)
     """Properties of layout and model, by which outcomes of several jobs are compared."""
-    rate: Rate | None = field(default=None, metadata=ADDED_LATER)
-    """Tokens and FLOPs per second of the predicted step. The rate is `None` in files of earlier releases."""
-    memory: MemoryNeed | None = field(default=None, metadata=ADDED_LATER)
-    """Memory peaks and memory limit of the whole device. The memory is `None` in files of earlier releases."""
-    order: ScheduleFile | None = field(default=None, metadata=ADDED_LATER)
+    rate: Rate | None = None
+    """Tokens and FLOPs per second of the predicted step. None = unknown."""
+    order: ScheduleFile | None = None
     """Passes of each pipeline rank, for schedules that the patch `schedules` runs."""
-    new_arguments: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
+    new_arguments: tuple[str, ...] = ()
     """Arguments of the script with this layout, for alternatives. `Setting` has the chosen and the user's own ones."""
 
     def __post_init__(self) -> None:
@@ -146,26 +135,18 @@ class Choice:
         if len(self.placement) != size or sorted(self.placement) != list(range(size)):
             shown = reprlib.repr(self.placement)
             raise FactError(f"placement must hold every rank from 0 to {size - 1} once, got {shown}")
-        check_numbers(self, "step_time_s", "step_correction", "memory_correction", limit=0, above=True)
+        check_numbers(self, "step_time_s", "step_correction", limit=0, above=True)
         check_numbers(self, "bound_s", limit=0)
-        if min(self.peak_memory_bytes, default=0) <= 0:
-            raise FactError(f"peak_memory_bytes must be above 0 on each stage, got {self.peak_memory_bytes}")
 
     @property
     def verdict(self) -> MemoryVerdict:
         """Result of the memory check."""
-        return self.memory_shown.verdict
+        return self.memory.verdict
 
     @property
     def fits(self) -> bool:
         """True if the memory of all pipeline ranks stays below the limit."""
         return self.verdict == "fits"
-
-    @property
-    def memory_shown(self) -> MemoryNeed:
-        """Memory that screens show: for the whole device, or for the model's tensors in files of earlier releases."""
-        peaks, limit = self.peak_memory_bytes, self.memory_limit_bytes
-        return self.memory or MemoryNeed(need_bytes=peaks, free_bytes=0, limit_bytes=limit)
 
     @property
     def is_host_order(self) -> bool:
@@ -177,8 +158,6 @@ class Choice:
 class Ranked:
     """One layout of the ranked list or of the front, without a placement."""
 
-    REMOVED: ClassVar[frozenset[str]] = frozenset({"is_bound"})
-    """Fields of files of earlier releases, which reading skips."""
 
     layout: Layout
     step_time_s: float
@@ -202,7 +181,7 @@ class Ranked:
         return cls(
             layout=choice.layout,
             step_time_s=choice.step_time_s,
-            need_bytes=max(choice.memory_shown.need_bytes),
+            need_bytes=max(choice.memory.need_bytes),
             rate=choice.rate,
             breakdown_s=choice.breakdown_s,
             new_arguments=choice.new_arguments,
@@ -246,7 +225,7 @@ class Setting:
     """Origin of the machines' figures."""
     network: str
     """Network between hosts that the user described. The text is empty for one host, or if the network was measured."""
-    megatron_flags: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
+    megatron_flags: tuple[str, ...] = ()
     """Megatron's flags that describe the same job as `arguments`; empty if `arguments` are Megatron's flags."""
 
     def __post_init__(self) -> None:
@@ -282,26 +261,26 @@ class Plan:
     dropped: dict[str, int]
     solve_s: float
     provenance: Provenance
-    floor_s: float = field(default=0.0, metadata=ADDED_LATER)
+    floor_s: float = 0.0
     """Proven lower bound of the step time of all plans that fit, in the same cost model. 0 = no bound."""
-    setting: Setting | None = field(default=None, metadata=ADDED_LATER)
-    trials: Trials | None = field(default=None, metadata=ADDED_LATER)
+    setting: Setting | None = None
+    trials: Trials | None = None
     """Trials that decided the choice. The field is `None` if no trials ran."""
-    num_in_line: int | None = field(default=None, metadata=ADDED_LATER)
+    num_in_line: int | None = None
     """Number of first alternatives that are better than the user's own configuration. None = all alternatives."""
-    advice: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
+    advice: tuple[str, ...] = ()
     """Notes on which the user can act: on flags, the own configuration, memory, hosts and files, one sentence each."""
-    own_fault: str = field(default="", metadata=ADDED_LATER)
+    own_fault: str = ""
     """Reason why the user's own configuration cannot run. Empty = the configuration can run. If Megatron refuses the
     configuration, `own` is a substitute. If the search rules the configuration out, `own` has another layout's step
     time."""
-    templates: tuple[Plan, ...] = field(default=(), metadata=ADDED_LATER)
+    templates: tuple[Plan, ...] = ()
     """Fallback plans, which have no fallback plans themselves, beginning with the most hosts."""
-    other_hosts: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
+    other_hosts: tuple[str, ...] = ()
     """Hosts without ranks in this plan that may replace a lost host: spares, and lost hosts that may return."""
-    ranked: tuple[Ranked, ...] = field(default=(), metadata=ADDED_LATER)
+    ranked: tuple[Ranked, ...] = ()
     """Best layout found for each of the fastest sets of parallel degrees: the chosen layout, then by step time."""
-    front: tuple[Ranked, ...] = field(default=(), metadata=ADDED_LATER)
+    front: tuple[Ranked, ...] = ()
     """Layouts by rising memory, each faster than all priced layouts with less memory."""
 
     def __post_init__(self) -> None:
@@ -442,7 +421,7 @@ class Shortage:
         sentence for the user on the end of the plan.
         """
         memory = choice.memory
-        if memory is None or not memory.fits:
+        if not memory.fits:
             return None
         if not LEAST_SHARE * memory.free_bytes <= max(memory.need_bytes) <= memory.free_bytes:
             return None
@@ -473,7 +452,7 @@ class Shortage:
     def rules_out(self, choice: Choice) -> bool:
         """Return True if a plan is predicted to need at least as large a share of memory as the failed plan."""
         memory = choice.memory
-        return memory is not None and max(memory.need_bytes) * self.free_bytes >= self.need_bytes * memory.free_bytes
+        return max(memory.need_bytes) * self.free_bytes >= self.need_bytes * memory.free_bytes
 
     def leaner(self, plan: Plan) -> Plan | None:
         """Remove the candidates of a plan that the shortage rules out. Return None if no candidate remains."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.files import ADDED_LATER
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import MemoryVerdict
 from pipette_launch.facts.plan import Rate
@@ -30,7 +29,7 @@ class StageMemory:
     """Peak of torch's allocations for the model's own tensors."""
     peak_bytes: int
     """Memory peak of the device: tensors of the model and all overhead, with the allocator's cache."""
-    least_bytes: int = field(default=0, metadata=ADDED_LATER)
+    least_bytes: int = 0
     """`peak_bytes` without the allocator's cache."""
 
     def __post_init__(self) -> None:
@@ -76,13 +75,13 @@ class Prediction:
     notes: tuple[str, ...]
     """All assumptions and omissions, one sentence each."""
     megatron_version: str
-    rate: Rate | None = field(default=None, metadata=ADDED_LATER)
+    rate: Rate | None = None
     """Tokens and FLOPs per second of the predicted step. The rate is `None` if there is no predicted step time."""
-    limit_bytes: int | None = field(default=None, metadata=ADDED_LATER)
+    limit_bytes: int | None = None
     """Memory that a rank may use: `capacity_bytes` minus the margin. The limit is `None` for unknown machines."""
-    remedies: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
+    remedies: tuple[str, ...] = ()
     """Flags or environment variables, each of which would make the configuration fit by itself."""
-    expandable_peak_bytes: int | None = field(default=None, metadata=ADDED_LATER)
+    expandable_peak_bytes: int | None = None
     """Peak of the fullest stage with expandable segments of torch's allocator. None = they would change nothing."""
 
     @property

@@ -26,7 +26,7 @@ import re
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from typing import ClassVar, Literal, NamedTuple, TypeVar
@@ -35,7 +35,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.errors import FactError, LayoutError, UsageError
-from pipette_launch.facts.files import ADDED_LATER
 from pipette_launch.facts.layout import Layout
 
 Kind = Literal["F", "B", "I", "W"]
@@ -259,9 +258,9 @@ class ScheduleFile:
     placement: Placement
     ranks: tuple[str, ...]
     """Actions of each pipeline rank, separated by blanks."""
-    checks_first_step: bool = field(default=False, metadata=ADDED_LATER)
+    checks_first_step: bool = False
     """True if Megatron's own schedule also runs the first step, to compare results. This needs memory for both runs."""
-    times: PassTimes | None = field(default=None, metadata=ADDED_LATER)
+    times: PassTimes | None = None
     """Expected times, as in `Schedule.times`."""
 
     @classmethod

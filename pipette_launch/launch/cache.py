@@ -300,7 +300,7 @@ def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
     own = plan.own
     if own.layout != job.own:
         order = tuple(range(job.own.world_size))
-        own = replace(own, layout=job.own, placement=order, features={}, device_peak_bytes=(), memory=None)
+        own = replace(own, layout=job.own, placement=order, features={})
     alternatives = tuple(choice for choice in plan.alternatives if not changed_pins(choice))
     # Trials of another job or of other plans do not prove this plan.
     is_same = plan.provenance.key == key and alternatives == plan.alternatives

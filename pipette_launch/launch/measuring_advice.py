@@ -97,7 +97,7 @@ def stage_cases(job: Job, shortlist: Sequence[Choice], table: ComputeTable) -> t
     """
     ranked = []
     for choice in shortlist:
-        layout, peaks = choice.layout, choice.peak_memory_bytes
+        layout, peaks = choice.layout, choice.memory.model_bytes
         seconds = [one.forward_s + one.backward_s + one.recompute_s for one in table.chunk_passes(layout)]
         fullest = sorted(range(layout.pp), key=lambda rank, peaks=peaks: -peaks[rank])  # type: ignore[misc]
         slowest = max(range(layout.pp), key=lambda rank, each=seconds, pp=layout.pp: sum(each[rank::pp]))  # type: ignore[misc]

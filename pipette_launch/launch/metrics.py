@@ -97,7 +97,7 @@ class MetricsFile:
         }
         if shown is not None and plan is not None:
             choice = shown.choice or plan.own
-            rate, memory = choice.rate, choice.memory_shown
+            rate, memory = choice.rate, choice.memory
             changes |= {
                 "key": plan.provenance.key,
                 "layout": choice.layout.words(),

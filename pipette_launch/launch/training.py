@@ -107,7 +107,8 @@ class OutcomeTracker:
             for line in self._memory
             if line.iteration - before >= COMPLETE and line.rank < choice.layout.world_size
         }
-        predicted = [round(peak / choice.memory_correction) for peak in choice.peak_memory_bytes]
+        memory = choice.memory
+        predicted = [round(peak / memory.correction) for peak in memory.model_bytes]
         return _readings(choice, peaks, predicted, "allocator")
 
 
@@ -116,14 +117,18 @@ def device_peaks(choice: Choice, used_bytes: Mapping[int, int]) -> tuple[PeakRea
 
     The memory in use equals the peak, because torch's allocator does not return reserved memory.
     """
-    predicted = choice.device_peak_bytes
-    return _readings(choice, used_bytes, predicted, "device") if predicted else ()
+    return _readings(choice, used_bytes, choice.memory.need_bytes, "device")
 
 
 def _readings(
     choice: Choice, used_bytes: Mapping[int, int], predicted_bytes: Sequence[int], source: str
 ) -> tuple[PeakReading, ...]:
-    """Return a memory reading of each RANK that used memory; `predicted_bytes` has a number for each pipeline stage."""
+    """Return a memory reading of each RANK that used memory; `predicted_bytes` has a number for each pipeline stage.
+
+    The memory of a substitute choice belongs to another layout, so there is no reading if the stages differ.
+    """
+    if len(predicted_bytes) != choice.layout.pp:
+        return ()
     stages = {rank: choice.layout.cell_of(rank).pp for rank, used in sorted(used_bytes.items()) if used > 0}
     return tuple(
         PeakReading(

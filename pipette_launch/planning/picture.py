@@ -132,5 +132,5 @@ def _memory(job: Job, choice: Choice, measured: Measurements) -> tuple[dict[str,
     chosen = replace(job, own=choice.layout)
     overhead = measured_overhead(chosen, choice.layout, measured)
     stages = count_stages(chosen, range(choice.layout.pp), overhead, measured=measured).stages
-    needs = choice.memory_shown.need_bytes
+    needs = choice.memory.need_bytes
     return tuple(scaled(stage.parts_bytes, need) for stage, need in zip(stages, needs, strict=True))

@@ -237,8 +237,8 @@ def why_to_give_up(
 
 def _next_attempt(candidates: Sequence[Choice], attempt: int, *, needs_less: bool) -> int:
     """Return the index of the next candidate (with less memory if `needs_less`), or the number of candidates."""
-    held = max(candidates[attempt].memory_shown.need_bytes)
+    held = max(candidates[attempt].memory.need_bytes)
     for index in range(attempt + 1, len(candidates)):
-        if not needs_less or max(candidates[index].memory_shown.need_bytes) < held:
+        if not needs_less or max(candidates[index].memory.need_bytes) < held:
             return index
     return len(candidates)

@@ -300,7 +300,7 @@ def _trials(plan: Plan, most: int | None) -> Iterator[Line]:
 
 
 def _memory(choice: Choice, most: int | None) -> Iterator[Line]:
-    shown = choice.memory_shown
+    shown = choice.memory
     stages = stages_shown(shown.need_bytes, most or MOST_STAGES)
     yield memory_bars([(stage, shown.need_bytes[stage]) for stage in stages], shown.limit_bytes)
     hidden = len(shown.need_bytes) - len(stages)

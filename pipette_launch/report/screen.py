@@ -160,8 +160,6 @@ def memory_bars(stages: Sequence[tuple[int, int]], limit_bytes: int | None) -> T
 
 def limit_words(limit_bytes: int, free_bytes: int, margin: float, *, is_short: bool = False) -> str:
     """Explain the memory figures and the memory limit, in the words that all screens use."""
-    if not free_bytes:
-        return "the model's tensors alone: this file of an earlier release has no overhead"
     if is_short:
         return f"with overhead; limit: {bytes_text(free_bytes)} free on the fullest device, less {margin:.0%}"
     return (

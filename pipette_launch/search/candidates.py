@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.learned import NOTHING_LEARNED, CorrectedPredictor, Corrections
 from pipette_launch.cost.memory.overhead import measured_overhead, num_communicators, num_group_kinds
-from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Cluster, Job, Layout, Measurements, files
 from pipette_launch.facts.co_location import Domains, RankBlock, blocks_of
 from pipette_launch.facts.layout import LayoutColumns, grouped
@@ -126,11 +125,6 @@ class SearchInputs:
         """Return the total bytes that devices need at these tensor peaks, and the bytes that devices offer."""
         overhead = measured_overhead(self.job, layout, self.measurements)
         return overhead.need(peaks_bytes, self.cluster.memory_bytes, memory_margin=self.memory_margin)
-
-    def device_peaks(self, layout: Layout) -> tuple[int, ...]:
-        """Return the bytes that the driver should report on each pipeline rank, without learned corrections."""
-        overhead = measured_overhead(self.job, layout, self.measurements)
-        return tuple(overhead.device_peak_bytes(parts.total) for parts in peak_memory_bytes(self.job, layout))
 
     @property
     def own_split(self) -> str | None:

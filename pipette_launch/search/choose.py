@@ -232,8 +232,6 @@ def choice_of(
         order=schedule,
         step_time_s=step.total_s,
         breakdown_s=dict(step.breakdown_s),
-        peak_memory_bytes=peaks,
-        memory_limit_bytes=inputs.limit_bytes(layout),
         memory=inputs.memory_need(layout, peaks),
         bound_s=bound_s,
         rate=Rate.of(inputs.job, layout, step.total_s, inputs.cluster, dtype=compute_dtype(inputs.job)),
@@ -243,8 +241,7 @@ def choice_of(
     return replace(
         choice,
         step_correction=inputs.predictor.step_factor,
-        memory_correction=inputs.predictor.memory_correction(layout),
-        device_peak_bytes=inputs.device_peaks(layout),
+        memory=replace(choice.memory, correction=inputs.predictor.memory_correction(layout)),
         features=features_of(inputs.job, layout, devices_per_host=inputs.cluster.devices_per_host),
     )
 

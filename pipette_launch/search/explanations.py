@@ -154,7 +154,7 @@ def _why_other(inputs: SearchInputs, chosen: Chosen) -> list[str]:
     if inputs.own_cannot_run:
         found = [f"{choice.layout.words()} takes {takes}"]
     elif not own.fits:
-        need = _need_text(own.memory_shown)
+        need = _need_text(own.memory)
         found = [
             f"The user's own layout {own.layout.words()} {need}.",
             *_easing(inputs, own),
@@ -177,8 +177,8 @@ def _easing(inputs: SearchInputs, own: Choice) -> Iterator[str]:
     if eased is None or own.verdict != "tight":
         return
     overhead = measured_overhead(eased, own.layout, inputs.measurements)
-    need_bytes = max(map(overhead.device_peak_bytes, own.peak_memory_bytes))
-    if need_bytes < max(own.memory_shown.need_bytes):
+    need_bytes = max(map(overhead.device_peak_bytes, own.memory.model_bytes))
+    if need_bytes < max(own.memory.need_bytes):
         yield f"With {EXPANDABLE_SEGMENTS} it needs about {bytes_text(need_bytes)}."
 
 
@@ -186,7 +186,7 @@ def _need_text(memory: MemoryNeed) -> str:
     worst = max(memory.need_bytes)
     need = f"is predicted to need {bytes_text(worst)} on stage {memory.need_bytes.index(worst)}"
     if memory.verdict == "tight":
-        least = f"at least {bytes_text(max(memory.least_bytes or memory.need_bytes))}"
+        least = f"at least {bytes_text(max(memory.least_bytes))}"
         return f"{need} ({least}, without the allocator's cache), and a plan may use {bytes_text(memory.limit_bytes)}"
     return f"{need}, but only {bytes_text(memory.limit_bytes)} is available"
 

@@ -229,7 +229,7 @@ def _better_placed(inputs: SearchInputs, choice: Choice, rng: random.Random, is_
         inputs,
         layout,
         placed.placement,
-        peaks=choice.peak_memory_bytes,
+        peaks=choice.memory.model_bytes,
         bound_s=choice.bound_s,
         schedule=replace(order, times=_times(inputs, layout, placed.placement, schedule)),
     )

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from facts_for_tests import memory_need
 from torch.distributed.elastic.multiprocessing import api as multiprocessing
 from torch.distributed.run import get_args_parser
 
@@ -128,8 +129,7 @@ class ScriptedController:
                 schedule="1f1b",
                 step_time_s=1.0,
                 breakdown_s={},
-                peak_memory_bytes=(1,),
-                memory_limit_bytes=2,
+                memory=memory_need((1,), 2),
                 bound_s=1.0,
             )
 

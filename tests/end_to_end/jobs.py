@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import warm
+from facts_for_tests import memory_need
 
 from pipette_launch.facts import Choice, Layout, Plan, Provenance, files
 
@@ -142,8 +143,7 @@ def plan(
             schedule="1f1b",
             step_time_s=1.0,
             breakdown_s={"compute": 1.0},
-            peak_memory_bytes=(1 << 20,) * what.pp,
-            memory_limit_bytes=1 << 30,
+            memory=memory_need((1 << 20,) * what.pp, 1 << 30),
             bound_s=1.0,
         )
 

@@ -61,7 +61,7 @@ def test_contradictory_flags_are_named(tmp_path: Path) -> None:
 def test_a_bad_plan_file_is_named(tmp_path: Path) -> None:
     """File and field are named in one sentence, and the exit code is that of a bad flag."""
     path = tmp_path / "mine.json"
-    path.write_text('{"kind": "plan", "schema_version": 1, "hots": []}')
+    path.write_text('{"kind": "plan", "schema_version": 2, "hots": []}')
 
     done = pipette(tmp_path, "--nproc-per-node=1", f"--pipette-plan={path}", ECHO, *ONE_STEP)
 

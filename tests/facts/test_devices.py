@@ -375,7 +375,7 @@ def test_only_rack_machines_have_a_domain_beyond_the_host() -> None:
 EXAMPLE = ROOT / "examples" / "mi300x.json"
 FEW: dict[str, Any] = {
     "kind": "device",
-    "schema_version": 1,
+    "schema_version": 2,
     "name": "A100-64GB",
     "source": "A rumour.",
     "like": "A100-80GB",
@@ -478,7 +478,7 @@ def test_a_known_device_as_a_file_is_the_same_device(name: str) -> None:
         ({"fp8_share": 0}, "d.json: fp8 must be above 0 and at most 1, got 0"),
         ({"nvlink": 9e11}, "d.json: unknown field 'nvlink'"),
         ({"kind": "fabric"}, "d.json: expected a 'device' document, found 'fabric'"),
-        ({"schema_version": 2}, "d.json: schema_version 2 is not 1"),
+        ({"schema_version": 1}, "d.json: schema_version 1 is not 2"),
     ],
 )
 def test_a_bad_file_is_refused_by_the_field(changes: dict[str, Any], message: str) -> None:

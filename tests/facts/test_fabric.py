@@ -160,7 +160,7 @@ def test_examples_are_read_and_written_alike(name: str) -> None:
 )
 def test_bad_files_are_refused(changes: dict[str, object], message: str) -> None:
     """The message names file and field."""
-    plain = {"kind": "fabric", "schema_version": 1, "source": "-", "tiers": [{"name": "all"}], **changes}
+    plain = {"kind": "fabric", "schema_version": 2, "source": "-", "tiers": [{"name": "all"}], **changes}
     with pytest.raises(FileFormatError) as caught:
         files.loads(FabricSpec, json.dumps(plain), "f.json")
 

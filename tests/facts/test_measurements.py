@@ -11,7 +11,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from facts_for_tests import changed_job, drawn_cluster, tiny_cluster, tiny_job, tiny_measurements, tiny_model
+from facts_for_tests import (
+    changed_job,
+    drawn_cluster,
+    memory_need,
+    tiny_cluster,
+    tiny_job,
+    tiny_measurements,
+    tiny_model,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +30,6 @@ from pipette_launch.facts.measurements import (
     CollectiveTime,
     DeviceOverhead,
     LinkSurvey,
-    MemoryNeed,
     MemoryReading,
     RailRates,
     memory_digest,
@@ -78,16 +85,13 @@ def test_no_communicator_takes_nothing() -> None:
         ((101, 90), (101, 80), "too large"),
         # Each stage decides, not only the stage that needs most with the cache.
         ((120, 110), (90, 101), "too large"),
-        # A file of an earlier release lacks the bytes without the cache.
-        ((100, 90), (), "tight"),
-        ((101, 90), (), "too large"),
     ],
 )
 def test_only_what_the_allocator_cannot_free_makes_a_layout_too_large(
     need: tuple[int, ...], least: tuple[int, ...], expected: str
 ) -> None:
     """A limit of 92 and a device of 100 bytes: the cache decides between fits and tight."""
-    memory = MemoryNeed(need_bytes=need, least_bytes=least, free_bytes=100, limit_bytes=92)
+    memory = memory_need(need, 92, 100, least_bytes=least)
 
     assert (expected, expected == "fits") == (memory.verdict, memory.fits)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from facts_for_tests import tiny_cluster, tiny_job
+from facts_for_tests import memory_need, tiny_cluster, tiny_job
 from hypothesis import given
 from hypothesis import strategies as st
 from launch.worlds import choice, plan
@@ -13,7 +13,6 @@ from launch.worlds import choice, plan
 from pipette_launch.cost.memory.overhead import allowed_bytes
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Choice, Cluster, Layout, Plan, files
-from pipette_launch.facts.measurements import MemoryNeed
 from pipette_launch.facts.plan import (
     MOST_CHARACTERS,
     Rate,
@@ -209,8 +208,8 @@ DP, PP, TP = Layout(dp=4), Layout(pp=2, dp=2), Layout(tp=2, dp=2)
 
 def needing(layout: Layout, need_bytes: int, *, free_bytes: int = FREE, limit_bytes: int = 920) -> Choice:
     """Return a choice with this predicted need on its first stage."""
-    need = MemoryNeed(need_bytes=(need_bytes, *(1,) * (layout.pp - 1)), free_bytes=free_bytes, limit_bytes=limit_bytes)
-    return replace(choice(layout), memory=need)
+    peaks = (need_bytes, *(1,) * (layout.pp - 1))
+    return replace(choice(layout), memory=memory_need(peaks, limit_bytes, free_bytes))
 
 
 def shortage(need_bytes: int = 600, free_bytes: int = FREE) -> Shortage:
@@ -234,9 +233,8 @@ def test_the_fullest_device_counts() -> None:
 
 
 def test_what_was_not_predicted_to_fit_teaches_nothing() -> None:
-    """The margin was right about this plan. Files of earlier releases have no figures."""
+    """The margin was right about this plan."""
     assert Shortage.of(needing(PP, 950), cause="", noticed_at=AT) is None
-    assert Shortage.of(choice(PP), cause="", noticed_at=AT) is None
 
 
 def test_a_plan_that_was_to_need_little_was_not_to_blame() -> None:
@@ -277,7 +275,7 @@ def test_candidates_that_need_as_much_are_left_out() -> None:
     leaner = shortage().leaner(of_needs(800, 500, 700, 400))
 
     assert leaner is not None
-    assert [500, 400] == [max(one.memory_shown.need_bytes) for one in leaner.candidates()]
+    assert [500, 400] == [max(one.memory.need_bytes) for one in leaner.candidates()]
     assert shortage().leaner(of_needs(800, 600)) is None
 
 

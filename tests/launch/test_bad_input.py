@@ -38,8 +38,8 @@ def test_contradictory_flags_are_named(tmp_path: Path, changes: list[str], expec
         (None, "cannot be read"),
         ("{", "not JSON"),
         ('{"kind": "plan", "schema_version": 99}', "schema_version 99"),
-        ('{"kind": "cluster", "schema_version": 1}', "expected a 'plan' document, found 'cluster'"),
-        ('{"kind": "plan", "schema_version": 1, "hots": []}', "unknown field 'hots'"),
+        ('{"kind": "cluster", "schema_version": 2}', "expected a 'plan' document, found 'cluster'"),
+        ('{"kind": "plan", "schema_version": 2, "hots": []}', "unknown field 'hots'"),
     ],
     ids=["missing", "damaged", "version", "kind", "field"],
 )

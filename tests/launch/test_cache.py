@@ -514,7 +514,7 @@ def test_holds_for_such_machines_and_such_a_training(tmp_path: Path, changes: di
     assert is_same == (ShortageFile(tmp_path, **SHORT).path == ShortageFile(tmp_path, **{**SHORT, **changes}).path)
 
 
-@pytest.mark.parametrize("text", ["", '{"kind": "plan"}', '{"kind": "shortage", "schema_version": 1}'])
+@pytest.mark.parametrize("text", ["", '{"kind": "plan"}', '{"kind": "shortage", "schema_version": 2}'])
 def test_a_file_that_cannot_be_used_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
     """The file is treated as missing."""
     file = ShortageFile(tmp_path, **SHORT)

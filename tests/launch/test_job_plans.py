@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from facts_for_tests import memory_need
 from launch.test_coordinator_loss import beginning, some, trained
 from launch.worlds import choice, records
 
 from pipette_launch.facts import Choice, Layout, Plan, files
-from pipette_launch.facts.measurements import MemoryNeed
 from pipette_launch.facts.messages import Decision, Failure
 from pipette_launch.facts.plan import Shortage
 from pipette_launch.launch.cache import PLAN, SHORTAGE
@@ -28,7 +28,7 @@ def needing(layout: Layout, need_bytes: int) -> Choice:
     """Return a plan with this predicted need on its first stage."""
     need = (need_bytes, *(1,) * (layout.pp - 1))
     in_order = tuple(range(layout.world_size))
-    return replace(choice(layout, in_order), memory=MemoryNeed(need_bytes=need, free_bytes=1000, limit_bytes=920))
+    return replace(choice(layout, in_order), memory=memory_need(need, 920, 1000))
 
 
 def by_hand(made: Plan, devices: int) -> Plan:
@@ -142,7 +142,7 @@ def test_a_new_plan_says_what_bounds_it(folder: Path) -> None:
 
     assert margin == pytest.approx(one.planner.options.memory_margin)
     assert after.plan is not None
-    limits = [plan.chosen.memory_shown.margin for plan in (after.plan, *after.plan.templates)]
+    limits = [plan.chosen.memory.margin for plan in (after.plan, *after.plan.templates)]
     assert [margin, margin] == pytest.approx(limits)
     (note,) = (note for note in after.plan.advice if "ran out of memory" in note)
     plan_path = one.planner.cache.path(PLAN)
@@ -189,7 +189,7 @@ def test_where_no_template_needs_less_a_plan_is_made_of_what_is_known(folder: Pa
     assert "the fallback plan cannot be used: it needs as much memory as a plan that ran out of it" in after.reason
     assert "nothing is measured again" in after.reason
     assert after.plan is not None
-    assert 1 - 0.92 * 0.799 == pytest.approx(after.plan.chosen.memory_shown.margin)
+    assert 1 - 0.92 * 0.799 == pytest.approx(after.plan.chosen.memory.margin)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 from facts_for_tests import (
     drawn_cluster,
+    memory_need,
     tiny_cluster,
     tiny_job,
     tiny_measurements,
@@ -42,8 +43,7 @@ def choice(layout: Layout, placement: tuple[int, ...] | None = None, peaks: tupl
         schedule=layout.schedule_name,
         step_time_s=1.0,
         breakdown_s={"compute": 1.0},
-        peak_memory_bytes=peaks or (1,) * layout.pp,
-        memory_limit_bytes=10,
+        memory=memory_need(peaks or (1,) * layout.pp, 10),
         bound_s=0.5,
     )
 

@@ -91,8 +91,8 @@ def test_the_deciding_node_tells_all(tmp_path: Path) -> None:
         "measured_step_seconds": 2 * chosen.step_time_s,
         "predicted_tokens_per_second": 1000.0,
         "measured_tokens_per_second": 500.0,
-        "memory_need_bytes": max(chosen.memory_shown.need_bytes),
-        "memory_limit_bytes": chosen.memory_shown.limit_bytes,
+        "memory_need_bytes": max(chosen.memory.need_bytes),
+        "memory_limit_bytes": chosen.memory.limit_bytes,
         "measured_memory_bytes": 100,
         "gap_ratio": RATED.gap,
         "iteration": 30,
@@ -296,7 +296,7 @@ def test_all_figures_come_back(tmp_path: Path) -> None:
     assert (RATED.chosen.layout.words(), "1f1b", "k") == (job.layout, job.schedule, job.key)
     assert (30, 100, 2.0, 1.0) == (job.iteration, job.iterations, job.step_s, job.predicted_step_s)
     assert (500.0, 1000.0) == (job.tokens_per_s, job.predicted_tokens_per_s)
-    assert max(RATED.chosen.memory_shown.need_bytes) == job.memory_need_bytes
+    assert max(RATED.chosen.memory.need_bytes) == job.memory_need_bytes
     assert (1000.0, 1000.0, 1000.0) == (job.began_s, job.phase_began_s, job.printed_s)
     assert 10.0 == job.age_s
 

@@ -11,7 +11,7 @@ from threading import Event
 from typing import Any
 
 import pytest
-from facts_for_tests import nodes, tiny_cluster, tiny_job, tiny_measurements
+from facts_for_tests import memory_need, nodes, tiny_cluster, tiny_job, tiny_measurements
 from gpu_rules.nvml import FakeNvml, install
 from launch.worlds import options, plan, records
 
@@ -366,7 +366,7 @@ def test_the_driver_tells_what_devices_hold(tmp_path: Path, monkeypatch: pytest.
     assert told._host is not None
     device = replace(told._host.devices[0], kind="cuda", uuid="GPU", memory_total_bytes=1000, memory_free_bytes=900)
     told._host = replace(told._host, devices=(device, device))
-    made = replace(TWO, chosen=replace(TWO.chosen, device_peak_bytes=(300, 400)))
+    made = replace(TWO, chosen=replace(TWO.chosen, memory=memory_need((300, 400), 500)))
     told.show(
         decision(
             replace(made, keeps_own=False),

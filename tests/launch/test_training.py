@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from facts_for_tests import nodes
+from facts_for_tests import memory_need, nodes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,8 +31,7 @@ CHOICE = Choice(
     schedule="no-pipelining",
     step_time_s=1.0,
     breakdown_s={},
-    peak_memory_bytes=(1,),
-    memory_limit_bytes=2,
+    memory=memory_need((1,), 2),
     bound_s=1.0,
 )
 
@@ -139,7 +138,7 @@ def test_memory_counts_once_a_whole_step_was_seen(
 def test_the_outcome_compares_with_the_model_alone() -> None:
     """The prediction is compared without corrections, because the error of the model itself is learned."""
     corrected = replace(
-        CHOICE, step_correction=1.25, memory_correction=2.0, peak_memory_bytes=(800,), features={"tp": 0.0}
+        CHOICE, step_correction=1.25, memory=memory_need((800,), 2, correction=2.0), features={"tp": 0.0}
     )
     tracker = OutcomeTracker("key", corrected)
     tracker.add_memory(memory(0, 2, 500))
@@ -151,23 +150,21 @@ def test_the_outcome_compares_with_the_model_alone() -> None:
 
 
 def test_devices_are_set_beside_what_they_should_hold() -> None:
-    """Each rank of this node is compared with its own stage, if the plan predicts it."""
-    choice = replace(
-        CHOICE, layout=Layout(pp=2), peak_memory_bytes=(1, 1), placement=(0, 1), device_peak_bytes=(100, 200)
-    )
+    """Each rank of this node is compared with its own stage, if the memory is that of the choice's own layout."""
+    choice = replace(CHOICE, layout=Layout(pp=2), placement=(0, 1), memory=memory_need((100, 200), 300))
 
     assert [(0, 0, 100, 110), (1, 1, 200, 190)] == [
         (peak.rank, peak.pp_rank, peak.predicted_bytes, peak.measured_bytes)
         for peak in device_peaks(choice, {1: 190, 0: 110})
     ]
-    assert () == device_peaks(CHOICE, {0: 110})
+    assert () == device_peaks(replace(choice, memory=CHOICE.memory), {0: 110})
 
 
 def test_the_allocators_word_counts_for_more_than_the_devices() -> None:
     """The fullest of several ranks counts. The driver's value counts only without a value from Megatron."""
-    tracker = OutcomeTracker("key", replace(CHOICE, device_peak_bytes=(5,)))
+    tracker = OutcomeTracker("key", replace(CHOICE, memory=memory_need((5,), 9)))
     (outcome,) = filter(None, [tracker.add(line(iteration)) for iteration in range(1, 21)])
-    device = device_peaks(replace(CHOICE, device_peak_bytes=(5,)), {0: 10})
+    device = device_peaks(replace(CHOICE, memory=memory_need((5,), 9)), {0: 10})
     inside = replace(device[0], source="allocator", measured_bytes=7)
 
     assert outcome.fullest is None

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from facts_for_tests import tiny_cluster
+from facts_for_tests import memory_need, tiny_cluster
 from megatron_lines import SMALL
 
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
@@ -62,8 +62,7 @@ def choice(layout: Layout, placement: tuple[int, ...] | None = None) -> Choice:
         schedule="1f1b",
         step_time_s=1.0,
         breakdown_s={"compute": 1.0},
-        peak_memory_bytes=(1 << 20,) * layout.pp,
-        memory_limit_bytes=1 << 30,
+        memory=memory_need((1 << 20,) * layout.pp, 1 << 30),
         bound_s=1.0,
     )
 

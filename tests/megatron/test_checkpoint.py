@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from facts_for_tests import memory_need
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_lines import SMALL, job
@@ -79,8 +80,7 @@ def record(root: Path, layout: Layout) -> None:
         schedule="1f1b",
         step_time_s=1.0,
         breakdown_s={"compute": 1.0},
-        peak_memory_bytes=(1,) * layout.pp,
-        memory_limit_bytes=2,
+        memory=memory_need((1,) * layout.pp, 2),
         bound_s=0.5,
     )
     plan = Plan(

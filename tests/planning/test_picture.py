@@ -39,7 +39,7 @@ def test_memory_by_kind_sums_to_what_the_plan_says() -> None:
     found = drawn()
 
     needs = tuple(sum(kinds.values()) for kinds in found.picture.memory_bytes)
-    assert needs == found.plan.chosen.memory_shown.need_bytes
+    assert needs == found.plan.chosen.memory.need_bytes
 
 
 def test_learned_corrections_are_in_the_picture() -> None:

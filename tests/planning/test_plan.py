@@ -46,5 +46,5 @@ def test_a_plan_offloads_where_that_is_faster_than_recompute() -> None:
     written = write_arguments(words, job=new.job, layout=chosen.layout)
     found = predict(written, megatron_version="0.20.0", gpu="GB200", world_size=1)
     assert (found.layout, found.step_time_s) == (chosen.layout, chosen.step_time_s)
-    assert found.stages[0].peak_bytes == chosen.memory_shown.need_bytes[0]
+    assert found.stages[0].peak_bytes == chosen.memory.need_bytes[0]
     assert "NVTE_CPU_OFFLOAD_V1" in environment(new.job, chosen.layout, device_kind="cuda")

@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from facts_for_tests import nodes, tiny_cluster
+from facts_for_tests import memory_need, nodes, tiny_cluster
 
 from pipette_launch.facts import Choice, Host, Layout, Plan, Provenance
-from pipette_launch.facts.measurements import MemoryNeed
 from pipette_launch.facts.messages import Decision, Failure, NodeRecord, RunTraining, RunTrial, RunWarmup
 from pipette_launch.facts.plan import refit
 from pipette_launch.planning.replan import Finish, GiveUp, Keep, Measure, Step, TryNext, UseFallback, decide
@@ -44,8 +43,7 @@ def decision(*hosts: str, attempt: int = 0, phase: Any = "train") -> Decision:
         schedule="1f1b",
         step_time_s=1.0,
         breakdown_s={},
-        peak_memory_bytes=(1,),
-        memory_limit_bytes=2,
+        memory=memory_need((1,), 2),
         bound_s=1.0,
     )
     plan = Plan(
@@ -119,7 +117,7 @@ def test_a_plan_that_ran_out_of_memory_gives_way_to_one_that_needs_less(peaks: t
     """Candidates that need as much are not tried. If no candidate needs less, the user's own configuration is next."""
     held = decision("a")
     assert held.plan is not None
-    first, *others = [replace(held.plan.chosen, peak_memory_bytes=(1, peak)) for peak in peaks]
+    first, *others = [replace(held.plan.chosen, memory=memory_need((1, peak), 2)) for peak in peaks]
     held = replace(held, plan=replace(held.plan, chosen=first, alternatives=tuple(others)))
     died = record("a", attempt=0, verdict="before-first-iteration", failure=SHORT)
 
@@ -149,8 +147,8 @@ def test_a_plan_that_has_trained_and_ran_out_of_memory_gives_way(peak: int, expe
     """A candidate that needs less runs and costs no restart; without one the same plan costs a restart."""
     held = decision("a")
     assert held.plan is not None
-    leaner = replace(held.plan.chosen, peak_memory_bytes=(peak,))
-    fuller = replace(held.plan.chosen, peak_memory_bytes=(5,))
+    leaner = replace(held.plan.chosen, memory=memory_need((peak,), 2))
+    fuller = replace(held.plan.chosen, memory=memory_need((5,), 2))
     held = replace(held, restarts_left=1, plan=replace(held.plan, chosen=fuller, alternatives=(leaner,)))
     died = record("a", attempt=0, verdict="after-first-iteration", failure=SHORT)
 
@@ -169,11 +167,7 @@ def test_what_the_whole_device_holds_is_compared(kind: Any) -> None:
     held = decision("a")
     assert held.plan is not None
     chosen, other, lean = (
-        replace(
-            held.plan.chosen,
-            peak_memory_bytes=(tensors,),
-            memory=MemoryNeed(need_bytes=(whole,), free_bytes=100, limit_bytes=92),
-        )
+        replace(held.plan.chosen, memory=memory_need((whole,), 92, 100, model_bytes=(tensors,)))
         for tensors, whole in ((50, 60), (40, 70), (45, 55))
     )
     held = replace(held, plan=replace(held.plan, chosen=chosen, alternatives=(other, lean)))

@@ -51,14 +51,14 @@ def test_values_are_those_of_the_plan_file(browser: Browser, pages: dict[str, Pa
     browser.open(pages["small"])
     plan = files.read(pages["small"].with_name("plan.json"), Plan)
     listed = (plan.chosen, *plan.alternatives, plan.own)
-    needs = plan.chosen.memory_shown.need_bytes
+    needs = plan.chosen.memory.need_bytes
 
     assert [] == browser.errors
     assert seconds_text(plan.chosen.step_time_s) == text_of(browser, "#step")
     assert f"{1 - plan.chosen.step_time_s / plan.own.step_time_s:.1%}" == text_of(browser, "#saved")
     assert bytes_text(max(needs)) == text_of(browser, "#memory-need")
     points = browser.run("[...document.querySelectorAll('.point')].map((p) => [+p.dataset.stepS, +p.dataset.bytes])")
-    assert [[one.step_time_s, max(one.memory_shown.need_bytes)] for one in listed] == points
+    assert [[one.step_time_s, max(one.memory.need_bytes)] for one in listed] == points
     values = browser.run("[...document.querySelectorAll('#memory .value')].map((one) => one.textContent)")
     assert [bytes_text(need) for need in needs] == values
     ranks = browser.run("[...document.querySelectorAll('.devices .stage')].map((one) => +one.textContent)")
@@ -77,7 +77,7 @@ def test_faster_points_stand_further_left(browser: Browser, pages: dict[str, Pat
     for one in points:
         for other in points:
             assert not (one[2] > other[2] and one[3] > other[3] + 0.01)
-    limit = drawn().plan.chosen.memory_shown.limit_bytes
+    limit = drawn().plan.chosen.memory.limit_bytes
     assert {True, False} == {one[2] <= limit for one in points}
     assert all((one[2] <= limit) == (browser.box(".limit")[1] < one[3]) for one in points)
 

@@ -98,7 +98,7 @@ def test_figures_are_those_of_the_plan() -> None:
     for choice in (chosen, *found.plan.alternatives, found.plan.own):
         assert f'data-step-s="{choice.step_time_s}"' in html
         assert seconds_text(choice.step_time_s) in html
-    for kinds, need in zip(found.picture.memory_bytes, chosen.memory_shown.need_bytes, strict=True):
+    for kinds, need in zip(found.picture.memory_bytes, chosen.memory.need_bytes, strict=True):
         assert bytes_text(need) in html
         assert all(bytes_text(size) in html for size in kinds.values() if size)
     timelines = embedded(html, "timeline-data")
@@ -136,7 +136,7 @@ def test_a_plan_alone_has_a_page() -> None:
     assert [] == parsed(html).open
     assert 'id="timeline-data"' not in html
     assert 'id="links-data"' not in html
-    assert bytes_text(max(found.plan.chosen.memory_shown.need_bytes)) in html
+    assert bytes_text(max(found.plan.chosen.memory.need_bytes)) in html
 
 
 def test_the_run_and_the_trials_stand_beside_the_prediction() -> None:
@@ -280,7 +280,7 @@ def test_a_limit_far_above_is_told_and_not_drawn() -> None:
 
     assert 'class="limit-mark"' not in far
     assert "far beyond these bars" in far
-    assert len(drawn().plan.chosen.memory_shown.need_bytes) == near.count('class="limit-mark"')
+    assert len(drawn().plan.chosen.memory.need_bytes) == near.count('class="limit-mark"')
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=300))

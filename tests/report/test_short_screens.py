@@ -10,7 +10,7 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from screens import NEW, OLD, at_width, choice, drawn, plan
+from screens import NEW, OLD, at_width, choice, drawn, plan, shown_need
 
 from pipette_launch.facts import Layout, Plan
 from pipette_launch.facts.health import Verdict
@@ -128,7 +128,7 @@ def test_quiet_is_one_line() -> None:
     """What was chosen, and what it saves; or that one's own stays, cannot run, or does not fit."""
     made = noted()
     line = "tp1 pp1 dp2 mbs1, no-pipelining, 1.00 s a step predicted"
-    fat = choice(Layout(pp=2), 2.0, peak_memory_bytes=(9 << 30, 9 << 30))
+    fat = choice(Layout(pp=2), 2.0, memory=shown_need((9 << 30, 9 << 30)))
 
     assert f"{line}, 50.0% less than your own configuration" == chosen_line(made)
     assert f"{line}; your own configuration cannot run" == chosen_line(replace(made, own_fault="x"))

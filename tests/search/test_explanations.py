@@ -162,7 +162,7 @@ def test_a_pin_that_costs_memory_is_named() -> None:
     """Without the pinned micro-batch a leaner layout would fit."""
     job = tiny_job(4, own=Layout(dp=4, micro_batch_size=16), batch=Batch(global_batch_size=64), pinned=ALL_FIELDS)
     small = replace(job, own=replace(job.own, micro_batch_size=1))
-    limit = max(planned(small).own.peak_memory_bytes)
+    limit = max(planned(small).own.memory.model_bytes)
     text = message(job, tiny_measurements(tiny_cluster(memory_bytes=limit)), memory_margin=0.0)
 
     assert "let micro_batch_size change (" in text
@@ -173,7 +173,7 @@ def test_more_hosts_are_proposed_where_they_help() -> None:
     job = tiny_job(2, own=Layout(dp=2, use_distributed_optimizer=True), batch=Batch(global_batch_size=64))
     pins = ("tp", "pp", "use_distributed_optimizer", "recompute", "micro_batch_size")
     job = tiny_job(2, own=job.own, batch=job.batch, pinned=pins)
-    need = max(planned(job, tiny_measurements(tiny_cluster(2, 1))).own.peak_memory_bytes)
+    need = max(planned(job, tiny_measurements(tiny_cluster(2, 1))).own.memory.model_bytes)
     text = message(job, tiny_measurements(tiny_cluster(2, 1, memory_bytes=need - 1)), memory_margin=0.0)
 
     assert "use 4 hosts (4 ranks)" in text
@@ -184,7 +184,7 @@ def test_the_data_loaders_mask_is_proposed_to_be_left_out_where_that_helps() -> 
     """A mask of 4096 x 4096 takes 16 MiB and does not fit; jobs without a mask fit."""
     job = tiny_job(4, model=tiny_model(**LONG), pinned=ALL_FIELDS)
     bare = changed_job(job, performance_flags=("--no-create-attention-mask-in-dataloader",))
-    limit = max(planned(bare).own.peak_memory_bytes)
+    limit = max(planned(bare).own.memory.model_bytes)
     text = message(job, tiny_measurements(tiny_cluster(memory_bytes=limit)), memory_margin=0.0)
 
     assert "pass --no-create-attention-mask-in-dataloader (1 layout)" in text
@@ -195,7 +195,7 @@ def test_expandable_segments_are_proposed_where_a_layout_then_fits() -> None:
     """The usual cache of 3 % does not fit on the GPUs, and 1.6 % with expandable segments does."""
     job = tiny_job(4, pinned=ALL_FIELDS)
     eased = replace(job, allocator_config="expandable_segments:True")
-    need = max(planned(eased, gpus(1 << 50)).own.memory_shown.need_bytes)
+    need = max(planned(eased, gpus(1 << 50)).own.memory.need_bytes)
     text = message(job, gpus(need), memory_margin=0.0)
 
     assert "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (1 layout)" in text
@@ -205,13 +205,13 @@ def test_expandable_segments_are_proposed_where_a_layout_then_fits() -> None:
 
 def test_an_own_layout_that_is_tight_is_called_so() -> None:
     """A plan replaces a tight layout by one that fits, and says that the own layout is tight by the cache."""
-    need = planned(tiny_job(4), gpus(1 << 50)).own.memory_shown
+    need = planned(tiny_job(4), gpus(1 << 50)).own.memory
     found = planned(tiny_job(4), gpus(max(need.least_bytes)), memory_margin=0.0)
 
     assert "tight" == found.own.verdict
     assert found.chosen.fits
     assert any("without the allocator's cache), and a plan may use" in reason for reason in found.reasons)
-    eased = planned(tiny_job(4, allocator_config="expandable_segments:True"), gpus(1 << 50)).own.memory_shown
+    eased = planned(tiny_job(4, allocator_config="expandable_segments:True"), gpus(1 << 50)).own.memory
     helps = f"With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it needs about {bytes_text(max(eased.need_bytes))}."
     assert helps in found.reasons
     assert chosen_line(found).endswith("your own configuration is tight in memory")

@@ -73,7 +73,7 @@ def test_a_folded_pipeline_has_both_ends_on_one_rank() -> None:
 
     assert plan.chosen.order is not None
     assert (plan.chosen.schedule, plan.chosen.order.placement) == ("v-zb", "v")
-    assert plan.chosen.peak_memory_bytes[0] == max(plan.chosen.peak_memory_bytes)
+    assert plan.chosen.memory.model_bytes[0] == max(plan.chosen.memory.model_bytes)
 
 
 def test_layers_that_are_placed_by_hand_are_not_folded() -> None:
@@ -111,7 +111,7 @@ def test_a_layout_that_fits_only_under_a_lean_schedule_is_found() -> None:
     job = replace(job, pinned=tuple(name for name in ALL_FIELDS if name not in ("recompute", "vpp")))
     machines = tiny_measurements(two_racks())
     roomy = planned(job, machines, memory_margin=0).chosen
-    over_bytes = roomy.memory_limit_bytes - int(0.8 * max(roomy.peak_memory_bytes))
+    over_bytes = roomy.memory.limit_bytes - int(0.8 * max(roomy.memory.model_bytes))
     cluster = machines.cluster
     short = replace(machines, cluster=with_free_bytes(cluster, cluster.memory_bytes - over_bytes))
 
@@ -121,7 +121,7 @@ def test_a_layout_that_fits_only_under_a_lean_schedule_is_found() -> None:
     assert stock.layout.recompute.granularity == "full"
     assert plan.chosen.schedule == "v-min"
     assert plan.chosen.layout.recompute == NO_RECOMPUTE
-    assert max(plan.chosen.peak_memory_bytes) <= plan.chosen.memory_limit_bytes
+    assert max(plan.chosen.memory.model_bytes) <= plan.chosen.memory.limit_bytes
     assert plan.chosen.step_time_s <= 0.9 * stock.step_time_s
     assert plan.alternatives[0] == stock
 
@@ -207,7 +207,7 @@ def test_memory_for_the_communicators_of_neighbours_stays_free() -> None:
     """A schedule that fits only without them is not taken: three more than are counted anyway, a sixth of a GB each."""
     job, machines = pinned_job(), tiny_measurements(on_gpus(two_racks()))
     roomy = planned(job, machines, memory_margin=0, schedules=("zb-1p",)).chosen
-    spare_bytes = roomy.memory_limit_bytes - max(roomy.peak_memory_bytes)
+    spare_bytes = int((roomy.memory.limit_bytes - max(roomy.memory.need_bytes)) / 1.03)
 
     def chosen(least_bytes: int) -> str:
         free_bytes = machines.cluster.memory_bytes - int(1.03 * (spare_bytes - least_bytes))

@@ -130,18 +130,18 @@ def test_a_plan_fits_in_memory() -> None:
     """The fastest layout is not taken where it needs more than the machine has."""
     job = tiny_job(4)
     free = planned(job)
-    need = max(free.chosen.peak_memory_bytes)
+    need = max(free.chosen.memory.model_bytes)
     tight = planned(job, tiny_measurements(tiny_cluster(memory_bytes=need - 1)), memory_margin=0.0)
 
     assert all(choice.fits for choice in (tight.chosen, *tight.alternatives))
-    assert max(tight.chosen.peak_memory_bytes) < need
+    assert max(tight.chosen.memory.model_bytes) < need
     assert tight.dropped["predicted peak memory is over the limit"] > 0
 
 
 def test_an_own_layout_that_does_not_fit_is_marked_and_left() -> None:
     """Any plan that fits is better than one that is predicted to run out of memory."""
     job = tiny_job(4)
-    leanest = min(max(choice.peak_memory_bytes) for choice in planned(job, num_alternatives=99).alternatives)
+    leanest = min(max(choice.memory.model_bytes) for choice in planned(job, num_alternatives=99).alternatives)
     plan = planned(job, tiny_measurements(tiny_cluster(memory_bytes=leanest)), memory_margin=0.0)
 
     assert not plan.own.fits
@@ -179,7 +179,9 @@ def test_alternatives_are_other_plans_and_no_slower_than_the_own() -> None:
     assert len(plan.alternatives) == 3
     assert len(set(ways)) == 4
     assert sorted(times) == times
-    assert min(max(choice.peak_memory_bytes) for choice in plan.alternatives) < 0.8 * max(plan.chosen.peak_memory_bytes)
+    assert min(max(choice.memory.model_bytes) for choice in plan.alternatives) < 0.8 * max(
+        plan.chosen.memory.model_bytes
+    )
 
 
 def test_the_dropped_are_counted() -> None:

@@ -178,7 +178,7 @@ def _fitting(case: Case) -> tuple[int, list[Run]]:
                 words=made.words,
                 schedule=choice.order.schedule() if choice.order else None,
                 predicted_s=choice.step_time_s,
-                peak_bytes=max(choice.peak_memory_bytes),
+                peak_bytes=max(choice.memory.model_bytes),
             )
         )
     return limit_bytes, found

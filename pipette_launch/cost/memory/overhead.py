@@ -139,6 +139,7 @@ class Overhead:
             free_bytes=capacity_bytes,
             limit_bytes=allowed_bytes(capacity_bytes, memory_margin=memory_margin),
             least_bytes=tuple(map(self.least_bytes, peaks_bytes)),
+            model_bytes=tuple(peaks_bytes),
         )
 
     def notes(self) -> tuple[str, ...]:

@@ -98,7 +98,7 @@ HEAD = ("pipeline rank", "passes", "in passes", "of it exposed communication", "
 
 def tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
     """Return the id, name, value and remark of each key figure."""
-    chosen, own, memory = plan.chosen, plan.own, plan.chosen.memory_shown
+    chosen, own, memory = plan.chosen, plan.own, plan.chosen.memory
     step = "" if plan.keeps_own or plan.own_fault else f"yours: {seconds_text(own.step_time_s)}"
     found = [("step", "Step, predicted", seconds_text(chosen.step_time_s), step)]
     if plan.keeps_own:
@@ -158,7 +158,7 @@ def _configuration(choice: Choice, plan: Plan) -> dict[str, object]:
         "offloaded to the host": " ".join(away),
         "layers on each stage": " ".join(layers) if any(layers) else "",
         "step, predicted": seconds_text(choice.step_time_s),
-        "fullest device": bytes_text(max(choice.memory_shown.need_bytes)),
+        "fullest device": bytes_text(max(choice.memory.need_bytes)),
     }
 
 
@@ -170,7 +170,7 @@ def _chunks(layers: Sequence[int]) -> str:
 
 def alternatives(plan: Plan) -> dict[str, Any]:
     """Return a chart of all configurations by step time and by memory of the fullest pipeline rank."""
-    shown, limit = _points(plan), plan.chosen.memory_shown.limit_bytes
+    shown, limit = _points(plan), plan.chosen.memory.limit_bytes
     far_off = [role for role, one in shown if one.need_bytes > MOST_DRAWN * limit]
     drawn = [(role, one) for role, one in shown if role not in far_off]
     across = Axis.around([one.step_time_s for _, one in drawn])

@@ -104,7 +104,7 @@ class Axis(NamedTuple):
 
 def memory_view(plan: Plan, picture: Picture | None) -> dict[str, Any]:
     """Return a memory bar for each drawn stage. Without a picture, the bars show only totals."""
-    shown = plan.chosen.memory_shown
+    shown = plan.chosen.memory
     needs, limit = shown.need_bytes, shown.limit_bytes
     shows_limit = limit_in_view(limit, max(needs))
     whole = max(limit, *needs) if shows_limit else max(needs)

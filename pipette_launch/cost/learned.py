@@ -1,28 +1,22 @@
-"""Correction of predictions by the outcomes of earlier jobs on the same machines, and the error of a prediction."""
-
-# Letters of array axes: G = groups of one dimension, K = members of a group, W = ranks = slots.
+"""Correction of predictions by the outcomes of earlier jobs on the same machines."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.exchanges import collective_dimensions
-from pipette_launch.cost.compute.device_model import case_of
-from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.memory.overhead import MeasuredStages
 from pipette_launch.cost.memory.peak import peak_memory_bytes, peak_memory_columns
-from pipette_launch.cost.step.assemble import LAUNCHING, StepTime
+from pipette_launch.cost.step.assemble import StepTime
 from pipette_launch.cost.step.predictor import PlacementCost, Predictor
-from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout, LayoutColumns
-from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, Measurements
+from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.facts.schedule import Schedule
 
@@ -35,28 +29,6 @@ MOST_OUTCOMES = 64
 WORTH = 0.8
 """A learned factor is used only if the error with the factor is at most this share of the error without the factor. For
 the error with a learned factor, each outcome is predicted with the factor of all other outcomes."""
-
-ERRORS_APART = 2.0
-"""Number of standard errors by which two steps must differ to count as different."""
-MODELLED_ERROR = 0.1
-"""Relative error of a layer's time that was carried over from another case. On reserved CPU cores, times of layers were
-predicted from cases with equal tp and 0.5 to 8 times the tokens. The errors of these predictions were -24 to +14 %,
-with a root mean square of 12 %. On GPUs no warm-up has been compared. The device model alone, which knows no measured
-case, is 6 % off in the mean for published steps of dense models on GPUs, and 11 % with experts."""
-CARRIED_ERROR = 0.2
-"""Relative error of a collective's time that was carried over from another kind or group size. The collective times of
-18 warm-ups on four hosts over gloo were predicted from groups of other sizes or kinds. The root mean square error of
-these predictions was 14 % from 1 MB on, and 23 % with messages of 100 KB included. All-reduces of 1 MiB to 1 GiB on 2
-to 8 A100 with NVSwitch give 14 % too (vTrain's table, from each size of group to each other). On V100 without a switch
-groups of different sizes have different links, and half of the errors exceed 60 %."""
-SHAPE_ERROR = 0.06
-"""Relative error between predicted steps of layouts with different degrees. The value comes from 36 predicted ratios of
-another layout's step to the user's own step, on four CPU hosts over gloo with six networks and three models. The 36
-predicted ratios were 6 % too small in the mean. The median error of the 36 ratios was 5 %, and their root mean square
-error was 10 %. On GPUs only predictions without measurements have been compared: the lead of one published layout over
-another is 4.5 % off in the mean for dense models, and 13 % with experts."""
-COMPUTED = ("compute", "recompute", LAUNCHING, "bubble")
-"""Parts of a step that grow with the compute times."""
 
 
 class Factor(NamedTuple):
@@ -216,98 +188,3 @@ class CorrectedPredictor(Predictor):
     def notes(self, layout: Layout) -> tuple[str, ...]:
         """Return sentences about the assumptions for a layout, and about its stages whose memory was measured."""
         return (*super().notes(layout), *self._stages.notes(layout))
-
-
-class Uncertainty:
-    """Error of predicted steps due to few samples, or to times that were measured on other shapes."""
-
-    def __init__(self, job: Job, table: ComputeTable, measurements: Measurements) -> None:
-        self._job, self._table = job, table
-        self._devices = measurements.cluster.devices_per_host
-        self._domain = Domains.of(measurements.cluster).smallest
-        self._collectives = {
-            (one.kind, len(one.slots), self._lies_across(np.array([one.slots]))) for one in measurements.group_times
-        }
-        layers: dict[ComputeCase, list[ComputeTime]] = {}
-        for time in measurements.compute:
-            if time.part in LAYERS:
-                layers.setdefault(time.case, []).append(time)
-        # For each compute case: relative standard error of the mean over the slots, and True if a device model made the
-        # time.
-        self._errors = {
-            case: (math.hypot(*map(_scatter, times)) / len(times), any(time.source == "modelled" for time in times))
-            for case, times in layers.items()
-        }
-        self._has_measured = not all(is_modelled for _, is_modelled in self._errors.values())
-
-    @property
-    def differs(self) -> bool:
-        """True if some predicted steps may rest on better measurements than other predicted steps."""
-        return self._has_measured or bool(self._collectives)
-
-    def carried_s(self, layout: Layout, placement: Sequence[int], parts_s: Mapping[str, float]) -> float:
-        """Return the standard error of a step, in seconds, due to times that were carried over from other shapes.
-
-        The standard error is 0 s if all times were measured. The part of the error from compute is also 0 s if the
-        device model carried over all times of layers, because then all steps are equally uncertain. `placement` has the
-        RANK of each slot, and `parts_s` has the parts of the step (`StepTime.breakdown_s`).
-        """
-        _, is_modelled = self._errors.get(case_of(layout), (0.0, True))
-        computed_s = _computed_s(parts_s) if self._has_measured and is_modelled else 0.0
-        slot_W = np.argsort(np.array(placement, dtype=np.int64))
-        # Parts of the step with a collective that was not measured on a group of equal size and equal spread over
-        # hosts.
-        parts = {
-            part
-            for one in (collective_dimensions(self._job, layout, self._domain) if self._collectives else ())
-            for kind in one.kinds
-            if (kind, one.ranks_GK.shape[1], self._lies_across(slot_W[one.ranks_GK])) not in self._collectives
-            for part in one.parts
-        }
-        return math.hypot(MODELLED_ERROR * computed_s, CARRIED_ERROR * sum(parts_s.get(name, 0.0) for name in parts))
-
-    def _lies_across(self, slots_GK: NDArray[np.int64]) -> bool:
-        hosts_GK = slots_GK // self._devices
-        return bool((hosts_GK != hosts_GK[:, :1]).any())
-
-    def shape_error(self, one: Layout, other: Layout) -> float:
-        """Return the relative error between two predicted steps due to different degrees.
-
-        The relative error is 0 if the device model carried over all times of layers from other shapes.
-        """
-        degrees = {(layout.tp, layout.pp, layout.cp, layout.ep, layout.vpp) for layout in (one, other)}
-        return SHAPE_ERROR if self._has_measured and len(degrees) > 1 else 0.0
-
-    def have_same_source(self, one: Layout, other: Layout) -> bool:
-        """Return True if both layouts use the same compute times, so that both steps have the same error."""
-        return self._table.source(case_of(one)) == self._table.source(case_of(other))
-
-    def chance_s(self, *steps: tuple[Layout, Mapping[str, float]]) -> float:
-        """Return the seconds by which two predicted steps may differ by chance; 0 if both use the same compute times.
-
-        If the device model predicted the times of both steps, the device model's error cancels and is left out. Each
-        predicted step is a pair: its layout, and the seconds of its parts (`StepTime.breakdown_s`).
-        """
-        if self.have_same_source(*(layout for layout, _ in steps)):
-            return 0.0
-        found = []
-        for layout, parts_s in steps:
-            case = case_of(layout)
-            source = self._table.source(case)
-            error, is_modelled = self._errors.get(source, (0.0, False)) if source else (0.0, False)
-            # The time of a compute case is also carried over if its source (`ComputeTable.source`) is another case.
-            found.append((error, is_modelled or source != case, _computed_s(parts_s)))
-        own_error = 0.0 if all(is_modelled for _, is_modelled, _ in found) else MODELLED_ERROR
-        errors_s = [math.hypot(error, own_error * is_modelled) * seconds for error, is_modelled, seconds in found]
-        return ERRORS_APART * math.hypot(*errors_s)
-
-
-def _computed_s(parts_s: Mapping[str, float]) -> float:
-    return sum(parts_s.get(name, 0.0) for name in COMPUTED)
-
-
-def _scatter(time: ComputeTime) -> float:
-    """Return the standard error of the seconds of all passes of a layer on one slot, divided by these seconds."""
-    passes = (time.forward, time.input_grad, time.weight_grad)
-    whole_s = sum(one.median_s for one in passes)
-    return math.hypot(*(one.median_error_s for one in passes)) / whole_s if whole_s else 0.0

@@ -67,11 +67,12 @@ def tried(choice: Choice, report: TrialReport, *, is_own: bool, warm_ups: int, i
     )
 
 
+ERRORS_APART = 2.0
+"""Number of standard errors by which two measured steps must differ to count as different."""
+
+
 def noise_s(one: Samples, other: Samples) -> float:
     """Return the largest difference (s) between the medians of two samples that noise can explain."""
-    # Import the cost model only here, because a start with a cached plan has no trials and prices no plans.
-    from pipette_launch.cost.learned import ERRORS_APART
-
     return ERRORS_APART * math.hypot(one.median_error_s, other.median_error_s)
 
 

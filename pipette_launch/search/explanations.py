@@ -201,11 +201,7 @@ def _passed_over(chosen: Chosen) -> list[str]:
         return [
             f"A placement by the links is predicted {gain:.2%} faster. That is too little to leave torchrun's order."
         ]
-    if gain <= EQUAL:
-        return [f"{faster}; steps within {EQUAL:.1%} count as equal, and the simpler layout wins."]
-    off = seconds_text(chosen.passed_over_for_s)
-    why = "its degrees differ from yours, or less of its step was measured"
-    return [f"{faster}, but it may be off by {off} more: {why} ({MEASURE_BOTH})."]
+    return [f"{faster}; steps within {EQUAL:.1%} count as equal, and the simpler layout wins."]
 
 
 def _saving(choice: Choice, own: Choice) -> list[str]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
+from facts_for_tests import tiny_job, tiny_measurements
 from search.worlds import planned, two_racks
 
-from pipette_launch.cost import learned
 from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.facts import Layout, Recompute
 from pipette_launch.search import choose, explanations
-from pipette_launch.search.choose import num_axes
+from pipette_launch.search.choose import least_gain, num_axes
 
 
 def test_axes_are_what_goes_beyond_data_parallelism() -> None:
@@ -45,7 +44,7 @@ def test_other_degrees_must_save_more_than_their_predictions_are_off(monkeypatch
     """With an error of nearly the whole step the user's degrees stay, with the reason; not at margin 0."""
     job, measured = tiny_job(4, own=Layout(pp=4), pinned=("micro_batch_size",)), tiny_measurements(two_racks())
     usual = planned(job, measured)
-    monkeypatch.setattr(learned, "SHAPE_ERROR", 0.99)
+    monkeypatch.setattr(choose, "DOUBTFUL_GAIN", 0.99)
     careful, bold = planned(job, measured), planned(job, measured, margin=0.0)
 
     assert usual.chosen.layout.pp < 4
@@ -53,25 +52,6 @@ def test_other_degrees_must_save_more_than_their_predictions_are_off(monkeypatch
     assert usual.chosen.step_time_s == bold.chosen.step_time_s
     if careful.keeps_own:
         assert any("by which the two predictions may be off" in reason for reason in careful.reasons)
-
-
-def test_of_plans_within_their_doubt_the_one_that_was_measured_is_chosen_and_said() -> None:
-    """A slightly faster plan whose compute times were carried over comes second, to be tried first; not at margin 0."""
-    job, measured = tiny_job(4, own=Layout(pp=4)), tiny_measurements(tiny_cluster(2, 2))
-    fastest = planned(job, measured).chosen
-    case = case_of(fastest.layout)
-    carried = replace(
-        measured,
-        compute=tuple(replace(one, source="modelled") if one.case == case else one for one in measured.compute),
-    )
-    plan, bold = planned(job, carried), planned(job, carried, margin=0.0)
-
-    assert case_of(plan.chosen.layout) != case
-    assert fastest.step_time_s < plan.chosen.step_time_s < 1.1 * fastest.step_time_s
-    assert (plan.alternatives[0].layout, plan.alternatives[0].placement) == (fastest.layout, fastest.placement)
-    (said,) = [reason for reason in plan.reasons if "less of its step was measured" in reason]
-    assert said.startswith(f"{fastest.layout.words()} is predicted ")
-    assert fastest.step_time_s == bold.chosen.step_time_s
 
 
 def test_of_placements_that_count_as_equal_torchruns_order_is_chosen_and_said() -> None:
@@ -97,20 +77,25 @@ def test_of_placements_that_count_as_equal_torchruns_order_is_chosen_and_said() 
     assert strict.chosen.placement == fastest.chosen.placement
 
 
-def test_a_gain_that_what_was_carried_over_could_eat_up_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If extrapolated times may be off by half, an unmeasured micro-batch is not chosen; at margin 0 it is."""
-    pinned = ("tp", "pp", "cp", "vpp", "use_distributed_optimizer", "overlap_grad_reduce", "recompute")
-    job = tiny_job(4, own=Layout(pp=4, micro_batch_size=2), pinned=pinned)
-    measured = tiny_measurements(tiny_cluster(2, 2))
-    own_case = case_of(job.own)
-    carried = replace(
-        measured,
-        compute=tuple(one if one.case == own_case else replace(one, source="modelled") for one in measured.compute),
-    )
-    monkeypatch.setattr(learned, "MODELLED_ERROR", 0.5)
-    monkeypatch.setattr(learned, "ERRORS_APART", 0.0)
-    plan, bold = planned(job, carried), planned(job, carried, margin=0.0)
+OWN = Layout(tp=2, dp=2)
+OTHER_BATCH, OTHER_DEGREES = replace(OWN, micro_batch_size=2), Layout(pp=2, dp=2)
 
-    assert case_of(bold.chosen.layout) != own_case
-    assert bold.chosen.step_time_s < 0.95 * bold.own.step_time_s
-    assert own_case == case_of((plan.own if plan.keeps_own else plan.chosen).layout)
+
+@pytest.mark.parametrize(
+    ("layout", "measured", "expected"),
+    [
+        (OWN, (OWN,), 0.02),
+        (OTHER_BATCH, (OWN, OTHER_BATCH), 0.02),
+        (OTHER_BATCH, (OWN,), 0.06),
+        (OTHER_BATCH, (OTHER_BATCH,), 0.06),
+        (OTHER_DEGREES, (OWN, OTHER_DEGREES), 0.06),
+        (OTHER_DEGREES, (), 0.02),
+    ],
+)
+def test_a_doubtful_prediction_must_save_more(layout: Layout, measured: tuple[Layout, ...], expected: float) -> None:
+    """Equal degrees with measured times need the margin; if nothing was measured, all predictions are alike."""
+    cases = frozenset(map(case_of, measured))
+
+    assert expected == least_gain(layout, OWN, cases, 0.02)
+    assert max(expected, 0.1) == least_gain(layout, OWN, cases, 0.1)
+    assert 0.0 == least_gain(layout, OWN, cases, 0.0)

@@ -30,13 +30,10 @@ from pipette_launch.errors import UsageError
 from pipette_launch.facts import (
     Batch,
     ComputeCase,
-    ComputeTime,
     Layout,
     Links,
-    Measurements,
     Plan,
     Recompute,
-    Samples,
     files,
 )
 from pipette_launch.facts.co_location import Domains
@@ -265,46 +262,6 @@ def test_what_is_set_aside_is_counted_and_no_faster_than_the_floor(monkeypatch: 
     assert UNPROMISING not in whole.dropped
     assert plan.dropped[UNPROMISING] > 0
     assert plan.floor_s <= whole.chosen.step_time_s
-
-
-def looked_at(measurements: Measurements, factors: tuple[float, ...]) -> Measurements:
-    """Give every pass so many looks; micro-batches above 1 are a tenth faster than in proportion."""
-
-    def looks(time: ComputeTime) -> ComputeTime:
-        faster = 0.9 if time.case.micro_batch_size > 1 else 1.0
-        values = {
-            name: Samples(values_s=tuple(getattr(time, name).median_s * faster * factor for factor in factors))
-            for name in ("forward", "input_grad", "weight_grad")
-        }
-        return replace(time, **values)  # type: ignore[arg-type]
-
-    return replace(measurements, compute=tuple(map(looks, measurements.compute)))
-
-
-def test_a_gain_that_scatter_may_feign_is_left() -> None:
-    """The user's own stays where another micro-batch is faster by less than its few looks differ; margin 0 takes it."""
-    job = tiny_job(4, own=Layout(dp=4), pinned=("tp", "pp", "cp", "ep", "vpp", "dp"))
-    exact, scattered = (looked_at(tiny_measurements(tiny_cluster()), factors) for factors in ((1.0,), (0.8, 1.0, 1.2)))
-    kept, taken, bold = planned(job, scattered), planned(job, exact), planned(job, scattered, margin=0.0)
-
-    assert kept.keeps_own
-    assert any("by which the two predictions may be off" in reason for reason in kept.reasons)
-    assert (False, False) == (taken.keeps_own, bold.keeps_own)
-    assert taken.chosen.layout == bold.chosen.layout == kept.alternatives[0].layout
-
-
-def test_a_certain_gain_is_not_lost_to_a_larger_one_in_doubt() -> None:
-    """Where another micro-batch may only seem faster, other places of the user's own layout still count."""
-    job = replace(pipeline_job(), batch=Batch(global_batch_size=256))
-    placed = planned(job, tiny_measurements(two_racks()))
-    free = replace(job, pinned=tuple(pin for pin in job.pinned if pin != "micro_batch_size"))
-    scattered = looked_at(tiny_measurements(two_racks()), (0.8, 1.0, 1.2))
-    found, bold = planned(free, scattered), planned(free, scattered, margin=0.0)
-
-    assert not found.keeps_own
-    assert (placed.chosen.layout, placed.chosen.placement) == (found.chosen.layout, found.chosen.placement)
-    assert bold.chosen.layout.micro_batch_size != found.chosen.layout.micro_batch_size
-    assert bold.chosen.step_time_s < found.chosen.step_time_s
 
 
 HYBRID = ("--moe-flex-dispatcher-backend hybridep", "--moe-token-dispatcher-type flex")

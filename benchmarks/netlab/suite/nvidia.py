@@ -109,7 +109,7 @@ def _more(case: Case, tried: Sequence[Tried]) -> Mapping[str, Any]:
             f"stage {one.pp_rank} of {one.layout.words()} {one.schedule_s / one.num_microbatches * 1e3:.0f} ms"
             for one in timed
         ],
-        "note": case.predictor.compute.factors.note,
+        "note": case.predictor.compute.stages_note,
         "plain_s": [plain.contender("", run.layout, run.placement).predicted_s for run in runs],
     }
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import NamedTuple
 
 from pipette_launch.cost.compute.carried_over import repriced
 from pipette_launch.cost.compute.device_model import case_of
@@ -17,82 +16,14 @@ from pipette_launch.cost.layers.kinds import attention_core_share, column_share,
 from pipette_launch.cost.layers.passes import Hiding
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Field, Layout
+from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, LoadingTime, Measurements, StageReading
 from pipette_launch.facts.model import LayerKind
+from pipette_launch.text import counted
 
 _CORE, _PREDICTION = "core_attention", "prediction"
 _MODELLED = "Compute time of {} was not measured. A model of the device carried it over from a measured case."
 _CACHED = "Compute time of {} was not measured now. The time comes from an earlier warm-up of these machines."
-STAGE_FIELDS: tuple[Field, ...] = ("tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch_size", "sequence_parallel")
-STAGE_FIELDS += ("layers_per_chunk", "chunks_after_mtp", "recompute")
-"""Fields of a layout that decide the compute time of its stages."""
-_shape = attrgetter(*STAGE_FIELDS)
-
-
-class Spreads(NamedTuple):
-    """Standard deviations, as shares, by which measured and true seconds of stages differ from the sums of parts."""
-
-    one: float
-    """Error of a single measured stage. On a CPU the speed of a core changes within seconds."""
-    all: float
-    """Error that all measured stages of a warm-up have in common."""
-    usual: float
-    """True deviation of a job's stages from the sums of their parts."""
-    stage: float = 0.05
-    """True deviation of a single stage from the usual stage of the job."""
-
-
-SPREADS = {"cpu": Spreads(one=0.08, all=0.12, usual=0.03), "cuda": Spreads(one=0.02, all=0.01, usual=0.1)}
-"""Spreads by the kind of device. The spreads of CPUs fit steps of NVIDIA's script on six networks of the laboratory.
-The middle of the measured stages was 1.00 to 1.23 times the sum of the parts, one stage differed by 18 % from its
-repetition, and trained steps took 0.96 to 1.06 times the steps that the parts predict. The spreads of GPUs are
-assumed."""
-
-
-class StageFactors(NamedTuple):
-    """Measured seconds of whole stages, divided by the sum of the seconds of the stages' layers and ends.
-
-    Layers that are timed alone lack the code between passes, the sum of gradients, and what other layers do to caches.
-    """
-
-    usual: float = 1.0
-    """Factor for layouts without a measured stage."""
-    by_shape: Mapping[tuple[object, ...], tuple[float, ...]] = {}
-    """Factors of each pipeline rank divided by `usual`, by the `STAGE_FIELDS` of layouts with a measured stage."""
-    note: str = ""
-
-    @classmethod
-    def of(cls, ratios: Sequence[tuple[Layout, int, float]], spreads: Spreads) -> StageFactors:
-        """Return the factors from measured (layout, pipeline rank, ratio of measured to predicted seconds).
-
-        A measured factor counts by its certainty: the logarithm of a factor whose true value has the variance p, and
-        whose measured value has the error variance e, is multiplied by p / (p + e). Ratios that scatter by more than
-        `spreads.one` have this larger error. An unmeasured stage has the mean factor of its layout's measured stages.
-        """
-        if not ratios:
-            return cls()
-        logs = [math.log(ratio) for _, _, ratio in ratios]
-        middle, variance = statistics.median(logs), max(spreads.one**2, statistics.pvariance(logs))
-        usual = math.exp(middle * _certainty(spreads.usual, spreads.all**2 + variance / len(logs)))
-        apart: dict[tuple[object, ...], list[list[float]]] = {}
-        for (layout, rank, _), log in zip(ratios, logs, strict=True):
-            apart.setdefault(_shape(layout), [[] for _ in range(layout.pp)])[rank].append(log - middle)
-        by_shape = {}
-        for shape, ranks in apart.items():
-            every = [log for rank in ranks for log in rank]
-            own = (statistics.mean(each) * _certainty(spreads.stage, variance / len(each)) for each in ranks if each)
-            mean = statistics.mean(every) * _certainty(spreads.stage, variance / len(every))
-            by_shape[shape] = tuple(math.exp(next(own) if each else mean) for each in ranks)
-        note = (
-            f"Compute times of layers are multiplied by {usual:.3f}: {len(logs)} whole stages took "
-            f"{math.exp(min(logs)):.2f} to {math.exp(max(logs)):.2f} times the sum of their parts."
-        )
-        return cls(usual, by_shape, note)
-
-
-def _certainty(spread: float, error_variance: float) -> float:
-    return spread**2 / (spread**2 + error_variance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,14 +125,11 @@ class ComputeTable:
         cases = sorted({case for case, _ in self._passes})
         self._complete = [case for case in cases if all((case, part) in self._passes for part in self._parts)]
         self._sources: dict[ComputeCase, ComputeCase | None] = {case: case for case in self._complete}
-        self.factors = StageFactors()
-        """Factors of measured stages on the times of this table, which include the usual factor."""
-        ratios = [*self._ratios(measurements.timed_stages_of(job), measurements.cluster.slot_speed)]
-        self.factors = StageFactors.of(ratios, SPREADS[self.device_kind])
-        self._scaled.clear()
-        self._passes = {key: one * self.factors.usual for key, one in self._passes.items()}
-        for parts in self._shared.values():
-            parts.update({name: one * self.factors.usual for name, one in parts.items()})
+        self.stages_note = ""
+        """Sentence about the factor of measured stages; empty without such a factor."""
+        # On CPUs, single stages took 1.00 to 1.23 times the sum of their parts, but trained steps 0.96 to 1.06 times.
+        if self.device_kind == "cuda":
+            self._scale_to(measurements.timed_stages_of(job), measurements.cluster.slot_speed)
 
     def source(self, case: ComputeCase) -> ComputeCase | None:
         """Return the measured case whose times `case` uses: `case` itself, the nearest case of equal tp, or None."""
@@ -242,17 +170,18 @@ class ComputeTable:
         Raises PlanError if no case with the layout's tp was measured.
         """
         chunks = self._unloaded(layout)
-        factors = self.factors.by_shape.get(_shape(layout), (1.0,))
         loaded = Passes(forward_s=self._loading.seconds(layout.micro_batch_size))
         # If the pipeline has a single stage, the time for loading its tokens already includes loading its labels.
         readers = {0, layout.num_chunks - 1, *((layout.mtp_chunk,) if layout.chunks_after_mtp else ())}
-        return tuple(
-            chunk * factors[index % len(factors)] + (loaded if index in readers else Passes())
-            for index, chunk in enumerate(chunks)
-        )
+        return tuple(chunk + loaded if index in readers else chunk for index, chunk in enumerate(chunks))
 
-    def _ratios(self, readings: Sequence[StageReading], speed: Sequence[float]) -> Iterator[tuple[Layout, int, float]]:
-        """Yield measured stages with the ratio of their seconds to the sum of their parts, if the parts were timed."""
+    def _scale_to(self, readings: Sequence[StageReading], speed: Sequence[float]) -> None:
+        """Multiply all times by the median ratio of a measured stage's seconds to the sum of its parts.
+
+        Layers that are timed alone lack the code between passes, the sum of gradients, and what other layers do to
+        caches. Stages whose parts were not timed have no ratio.
+        """
+        ratios = []
         for reading in readings:
             layout, case = reading.layout, case_of(reading.layout)
             if self.source(case) != case or case in self._origins:
@@ -261,8 +190,17 @@ class ComputeTable:
             parts_s = sum(chunk.forward_s + chunk.backward_s + chunk.recompute_s for chunk in chunks)
             # The measured stage lacks the same flags as the timed layers.
             as_timed_s = parts_s / self._repriced.factors.get(case, 1.0)
-            measured_s = speed[reading.slot] * reading.schedule_s / reading.num_microbatches
-            yield layout, reading.pp_rank, measured_s / as_timed_s
+            ratios.append(speed[reading.slot] * reading.schedule_s / reading.num_microbatches / as_timed_s)
+        if not ratios:
+            return
+        factor = statistics.median(ratios)
+        self._passes = {key: one * factor for key, one in self._passes.items()}
+        self._shared = {key: {name: one * factor for name, one in each.items()} for key, each in self._shared.items()}
+        self._scaled.clear()
+        self.stages_note = (
+            f"Compute times of layers are multiplied by {factor:.3f}: {counted(len(ratios), 'whole stage')} took "
+            f"{min(ratios):.2f} to {max(ratios):.2f} times the sum of {'its' if len(ratios) == 1 else 'their'} parts."
+        )
 
     def _unloaded(self, layout: Layout) -> list[Passes]:
         """Return the passes of one micro-batch on each chunk in model order, without the loading of batches."""

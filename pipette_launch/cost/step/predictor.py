@@ -267,7 +267,7 @@ class Predictor:
     def notes(self, layout: Layout) -> tuple[str, ...]:
         """Return the assumptions behind this layout's step time, one sentence each."""
         case = self.compute.note(case_of(layout))
-        assumed = [*filter(None, (case, self.compute.flags_note(case_of(layout)), self.compute.factors.note))]
+        assumed = [*filter(None, (case, self.compute.flags_note(case_of(layout)), self.compute.stages_note))]
         if self._measurements.optimizer_s_per_parameter is None:
             assumed.append("The optimizer step was not measured and counts as 0 s.")
         cluster = self._measurements.cluster

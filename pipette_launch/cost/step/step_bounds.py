@@ -33,7 +33,7 @@ from pipette_launch.cost.communication.exchanges import (
     rank_strides,
 )
 from pipette_launch.cost.compute.device_model import case_of
-from pipette_launch.cost.compute.stages import STAGE_FIELDS, ComputeTable
+from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers import parameters
 from pipette_launch.cost.layers.block import Parameters, residual_bytes
 from pipette_launch.cost.layers.passes import Exchange, Hiding
@@ -166,15 +166,6 @@ class Tables:
     def microbatches_N(self, columns: LayoutColumns) -> Ints:
         """Return the micro-batches of one step."""
         return np.asarray(self.job.batch.global_batch_size // (columns.dp * columns.micro_batch_size))
-
-    def lowering_N(self, columns: LayoutColumns) -> Floats:
-        """Return the factor on each layout's bound, for rounding and for measured stages that are faster than usual.
-
-        A step is at least its bound times this factor: no part of the step falls by more than the layout's compute.
-        """
-        shapes, measured = columns.groups(*STAGE_FIELDS), self.compute.factors.by_shape
-        least_U = [min((1.0, *measured.get(key, ()))) for key in columns.values(shapes.first_U, *STAGE_FIELDS)]
-        return np.array(least_U)[shapes.group_N] * (1 - _ROUNDING)
 
     def hop_s_U(self, columns: LayoutColumns, bytes_U: Floats) -> Floats:
         """Return the seconds of messages between stages over the best link, for layouts with equal pp."""
@@ -316,7 +307,7 @@ class BoundColumns:
                 seconds_N[known[rows]] = _step_s_N(some, paths, _StepEnds.of(tables, some, content))
             else:
                 seconds_N[known[rows]] = paths.drained_s_UP[paths.group_N, 0]
-        seconds_N[known] *= tables.lowering_N(columns)
+        seconds_N[known] *= 1 - _ROUNDING
         return seconds_N
 
 

@@ -56,15 +56,13 @@ NOTHING_LEARNED = Corrections()
 def corrections_from(outcomes: Iterable[Outcome]) -> Corrections:
     """Learn corrections from the outcomes of earlier jobs on these machines; `outcomes` has the oldest job first.
 
-    The newest outcome of a configuration replaces its older outcomes. Outcomes of old releases are left out, because
-    their files do not describe the measured configuration.
+    The newest outcome of a configuration replaces its older outcomes.
     """
-    newest: dict[tuple[tuple[str, float], ...], Outcome] = {}
+    newest: dict[str, Outcome] = {}
     for outcome in outcomes:
-        if outcome.features:
-            key = tuple(sorted(outcome.features.items()))
-            newest.pop(key, None)
-            newest[key] = outcome
+        if outcome.configuration_digest:
+            newest.pop(outcome.configuration_digest, None)
+            newest[outcome.configuration_digest] = outcome
     known = list(newest.values())[-MOST_OUTCOMES:]
     if not known:
         return NOTHING_LEARNED
@@ -99,26 +97,6 @@ def _learn(what: str, log_errors: Sequence[float]) -> tuple[Factor | None, str]:
         f"{what} are multiplied by {found.factor:.3f}, learned from {count} earlier outcomes on these machines; each "
         f"is predicted by the others to {after:.1%} instead of {before:.1%}."
     )
-
-
-def features_of(job: Job, layout: Layout, *, devices_per_host: int) -> dict[str, float]:
-    """Return numbers by name that describe a job and a layout; sizes are given as log2."""
-    model = job.model
-    degrees = ("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch_size")
-    sizes = {name: int(getattr(layout, name)) for name in degrees}
-    sizes["num_microbatches"] = layout.num_microbatches(job.batch.global_batch_size)
-    sizes |= {name: getattr(model, name) for name in ("num_layers", "hidden_size", "seq_length", "vocab_size")}
-    sizes |= {"num_experts": model.num_experts or 1, "tp_over_hosts": -(-layout.tp // devices_per_host)}
-    switches = {
-        "sequence_parallel": layout.sequence_parallel,
-        "distributed_optimizer": layout.use_distributed_optimizer,
-        "overlap": layout.overlap_grad_reduce,
-        "selective_recompute": layout.recompute.granularity == "selective",
-        "full_recompute": layout.recompute.granularity == "full",
-        "fp32": model.params_dtype == "fp32",
-    }
-    found = {name: math.log2(size) for name, size in sizes.items()}
-    return found | {name: float(value) for name, value in switches.items()}
 
 
 class CorrectedPredictor(Predictor):

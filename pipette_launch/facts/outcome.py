@@ -46,8 +46,8 @@ class Outcome:
     """Loss of each printed iteration, as text. The text is empty if no loss was printed."""
     step_correction: float = 1.0
     """Factor from earlier outcomes that is included in the predicted step."""
-    features: dict[str, float] = field(default_factory=dict)
-    """Properties by which outcomes of several jobs are compared. Empty = later jobs learn nothing."""
+    configuration_digest: str = ""
+    """Digest of model, batch and layout, by which later jobs compare outcomes. Empty = later jobs learn nothing."""
     peaks: tuple[PeakReading, ...] = ()
     rate: Rate | None = None
     """Tokens and FLOPs per second of the measured step. None = unknown."""

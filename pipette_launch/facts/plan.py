@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
@@ -120,8 +120,8 @@ class Choice:
     """Lower bound of the step time for all placements of this layout, in the same cost model."""
     step_correction: float = 1.0
     """Factor from earlier outcomes on these machines that is included in the step time."""
-    features: dict[str, float] = field(default_factory=dict)
-    """Properties of layout and model, by which outcomes of several jobs are compared."""
+    configuration_digest: str = ""
+    """Digest of model, batch and layout, by which later jobs compare outcomes. Empty = later jobs learn nothing."""
     rate: Rate | None = None
     """Tokens and FLOPs per second of the predicted step. None = unknown."""
     order: ScheduleFile | None = None

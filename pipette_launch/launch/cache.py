@@ -154,7 +154,7 @@ class Cache:
     def keep_outcome(self, outcome: Outcome, host: Host) -> str:
         """Write an outcome beside its plan, and for all jobs on such machines; return an error or an empty text."""
         name = f"{outcome.key}-{files.digest(outcome.layout, list(outcome.placement))}.json"
-        if outcome.features:
+        if outcome.configuration_digest:
             trouble = "the outcome cannot be kept for later jobs"
             KeptFile(Outcome, self._root, OUTCOMES, machines_of(host), name).write(outcome, trouble)
         return self.save(OUTCOME, outcome)
@@ -300,7 +300,7 @@ def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
     own = plan.own
     if own.layout != job.own:
         order = tuple(range(job.own.world_size))
-        own = replace(own, layout=job.own, placement=order, features={})
+        own = replace(own, layout=job.own, placement=order, configuration_digest="")
     alternatives = tuple(choice for choice in plan.alternatives if not changed_pins(choice))
     # Trials of another job or of other plans do not prove this plan.
     is_same = plan.provenance.key == key and alternatives == plan.alternatives

@@ -94,7 +94,7 @@ class OutcomeTracker:
             last_iteration=self._lines[-1].iteration,
             losses=tuple(line.loss or "" for line in self._lines),
             step_correction=self._choice.step_correction,
-            features=self._choice.features,
+            configuration_digest=self._choice.configuration_digest,
             peaks=self._allocator_peaks(),
             rate=predicted.times(self._choice.step_time_s / measured.median_s) if predicted else None,
         )

@@ -9,9 +9,9 @@ from operator import attrgetter
 
 from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.layers.block import compute_dtype
-from pipette_launch.cost.learned import features_of
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Choice, Layout
+from pipette_launch.facts.files import digest
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.measurements import LAYERS, ComputeCase
 from pipette_launch.facts.plan import Ranked, Rate
@@ -199,7 +199,7 @@ def choice_of(
         choice,
         step_correction=inputs.predictor.step_factor,
         memory=replace(choice.memory, correction=inputs.predictor.memory_correction(layout)),
-        features=features_of(inputs.job, layout, devices_per_host=inputs.cluster.devices_per_host),
+        configuration_digest=digest(inputs.job.model, inputs.job.batch, layout),
     )
 
 

@@ -13,7 +13,6 @@ from pipette_launch.cost.learned import (
     CorrectedPredictor,
     Corrections,
     corrections_from,
-    features_of,
 )
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.cost.step.predictor import Predictor
@@ -44,7 +43,7 @@ def outcome(layout: Layout, *, step: float = 1.2, memory: float | None = 1.1, **
         first_iteration=1,
         last_iteration=20,
         losses=(),
-        features=features_of(JOB, layout, devices_per_host=2),
+        configuration_digest=layout.words(),
         peaks=(peak,) if memory else (),
     )
     return replace(made, **changes)  # type: ignore[arg-type]
@@ -68,8 +67,8 @@ def test_nothing_recorded_changes_nothing() -> None:
 
 
 def test_outcomes_of_earlier_releases_teach_nothing() -> None:
-    """Outcomes without features describe no configuration."""
-    assert NOTHING_LEARNED is corrections_from([outcome(layout, features={}) for layout in LAYOUTS])
+    """Outcomes without a digest describe no configuration."""
+    assert NOTHING_LEARNED is corrections_from([outcome(layout, configuration_digest="") for layout in LAYOUTS])
 
 
 def test_a_learned_correction_scales_time_bound_and_objective_alike() -> None:

@@ -87,7 +87,7 @@ OUTCOME = Outcome(
     first_iteration=1,
     last_iteration=20,
     losses=("1.0", ""),
-    features={"tp": 1.0},
+    configuration_digest="a",
     peaks=(PeakReading(rank=0, pp_rank=0, predicted_bytes=1, measured_bytes=2, source="allocator"),),
 )
 WORKER = WorkerState(

@@ -362,7 +362,7 @@ def outcome(key: str = "k", layout: Layout = MADE.chosen.layout, step_s: float =
         first_iteration=1,
         last_iteration=20,
         losses=(),
-        features={"tp": 0.0},
+        configuration_digest="a",
     )
 
 
@@ -393,9 +393,9 @@ def test_outcomes_of_other_machines_are_not_mixed_in(tmp_path: Path) -> None:
 def test_outcomes_that_teach_nothing_or_cannot_be_read_do_no_harm(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An outcome without features is not kept for others, and a damaged file is skipped."""
+    """An outcome that teaches nothing is not kept for others, and a damaged file is skipped."""
     cache = Cache(tmp_path, "k")
-    cache.keep_outcome(replace(outcome(), features={}), HOSTS[0])
+    cache.keep_outcome(replace(outcome(), configuration_digest=""), HOSTS[0])
     assert () == cache.outcomes(HOSTS[0])
     assert not (tmp_path / "outcomes").exists()
 
@@ -411,11 +411,11 @@ def test_outcomes_that_teach_nothing_or_cannot_be_read_do_no_harm(
 def test_an_outcome_of_an_earlier_release_is_read() -> None:
     """Fields that came later have their defaults."""
     plain = json.loads(files.dumps(outcome()))
-    for name in ("step_correction", "features", "peaks"):
+    for name in ("step_correction", "configuration_digest", "peaks"):
         del plain[name]
     found = files.loads(Outcome, json.dumps(plain), "old")
 
-    assert (1.0, {}, ()) == (found.step_correction, found.features, found.peaks)
+    assert (1.0, "", ()) == (found.step_correction, found.configuration_digest, found.peaks)
 
 
 MACHINES = tiny_cluster(2, 1)

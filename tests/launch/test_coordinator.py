@@ -15,7 +15,6 @@ from launch.worlds import ARGUMENTS, choice, coordinator, options, plan, records
 from search.legal import legal_layouts
 
 from pipette_launch import megatron
-from pipette_launch.cost.learned import features_of
 from pipette_launch.facts import Layout, Measurements, Plan, files
 from pipette_launch.facts.messages import Failure, Stop
 from pipette_launch.launch import job_plans
@@ -138,9 +137,7 @@ def test_earlier_outcomes_on_such_machines_correct_the_next_plan(tmp_path: Path)
         plans.append(one.after_warmup(warmup, "").plan)
         legal = legal_layouts(orders.job, world_size=4, devices_per_host=2, device_kind="cpu")
         for layout in legal[:: len(legal) // 32][:32]:
-            made = replace(
-                choice(layout), features=features_of(orders.job, layout, devices_per_host=2), step_time_s=2.0
-            )
+            made = replace(choice(layout), configuration_digest=layout.words(), step_time_s=2.0)
             tracker = OutcomeTracker("k", made)
             for iteration in range(1, 21):
                 outcome = tracker.add(Iteration(iteration=iteration, total=20, step_time_s=3.0, loss=None))

@@ -138,13 +138,13 @@ def test_memory_counts_once_a_whole_step_was_seen(
 def test_the_outcome_compares_with_the_model_alone() -> None:
     """The prediction is compared without corrections, because the error of the model itself is learned."""
     corrected = replace(
-        CHOICE, step_correction=1.25, memory=memory_need((800,), 2, correction=2.0), features={"tp": 0.0}
+        CHOICE, step_correction=1.25, memory=memory_need((800,), 2, correction=2.0), configuration_digest="a"
     )
     tracker = OutcomeTracker("key", corrected)
     tracker.add_memory(memory(0, 2, 500))
     (outcome,) = filter(None, [tracker.add(line(iteration, 1.6)) for iteration in range(1, 21)])
 
-    assert (400, {"tp": 0.0}) == (outcome.peaks[0].predicted_bytes, outcome.features)
+    assert (400, "a") == (outcome.peaks[0].predicted_bytes, outcome.configuration_digest)
     assert 2.0 == pytest.approx(2.718281828**outcome.log_step_error)
     assert 1.25 == pytest.approx(2.718281828 ** (outcome.log_memory_error or 0.0))
 

@@ -285,8 +285,8 @@ class ComputeTime:
     """Seconds of the forward in which the device waits for the host. Collectives during this idle time cost nothing."""
     backward_idle_s: float = 0.0
     """Seconds of both backward passes in which the device waits for the host."""
-    source: Literal["measured", "modelled", "cached"] = "measured"
-    """`modelled`: converted by the device model from a time with other options. `cached`: from an earlier warm-up."""
+    source: Literal["measured", "modelled"] = "measured"
+    """`modelled`: converted by the device model from a time with other options."""
     recompute: Samples | None = None
     """Additional time if full recompute runs the layer's forward again in the backward. None = not measured."""
 

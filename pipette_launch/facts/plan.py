@@ -105,7 +105,6 @@ class Trials:
 class Choice:
     """One way to run the job, with predictions of time and memory."""
 
-
     layout: Layout
     placement: tuple[int, ...]
     """RANK of each slot, host by host in the order of `Plan.hosts`."""

@@ -209,16 +209,10 @@ class MachineMeasurements(KeptFile[Measurements]):
         key = files.digest(lasting(hosts), dict(versions), steering(environ))
         super().__init__(Measurements, root, CLUSTERS, key, CLUSTER)
 
-    def kept(self, measurements: Measurements, later: Later) -> Measurements:
-        """Return new measurements, completed by earlier times that are still valid; keep these measurements `later`."""
-        # Import `carried_over` only here, because a start with a cached plan keeps no new measurements.
-        from pipette_launch.cost.compute.carried_over import with_cached_times
-
-        if self.path is None:
-            return measurements
-        whole = with_cached_times(measurements, self.load())
-        later(lambda: self.write(whole, "links cannot be kept, so the next job will measure all of them"))
-        return whole
+    def keep(self, measurements: Measurements, later: Later) -> None:
+        """Write new measurements `later`."""
+        if self.path is not None:
+            later(lambda: self.write(measurements, "links cannot be kept, so the next job will measure all of them"))
 
 
 class ShortageFile(KeptFile[Shortage]):

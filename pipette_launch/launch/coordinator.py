@@ -331,11 +331,12 @@ class Coordinator:
         self.planner.job = order.job
         if failure:
             raise ProbeError(failure)
-        found = files.read(self.measured_at(), Measurements)
-        earlier = self.planner.machine_measurements(order.hosts)
+        measurements = files.read(self.measured_at(), Measurements)
+        if order.job is not None:
+            measurements = self._with_conditions(measurements)
+        self.planner.machine_measurements(order.hosts).keep(measurements, self.planner.later)
         if order.job is None:
-            return self._in_order(earlier.kept(found, self.planner.later))
-        measurements = earlier.kept(self._with_conditions(found), self.planner.later)
+            return self._in_order(measurements)
         if self._options.probe_to is not None:
             self.planner.measurements = measurements
             files.write(self._options.probe_to, measurements, shared=True)

@@ -21,7 +21,7 @@ from launch.worlds import plan
 
 from pipette_launch.cli.launcher import _cache
 from pipette_launch.errors import FileFormatError
-from pipette_launch.facts import ComputeCase, Layout, Plan, Samples, files
+from pipette_launch.facts import Layout, Plan, Samples, files
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.facts.plan import Shortage
 from pipette_launch.launch.cache import (
@@ -436,7 +436,7 @@ def test_what_was_measured_is_found_by_any_job_on_the_same_hosts(tmp_path: Path)
     """The order of hosts does not matter; other hosts, versions or network settings do."""
     found = tiny_measurements(MACHINES)
     assert machines(tmp_path).load() is None
-    machines(tmp_path).kept(found, at_once)
+    machines(tmp_path).keep(found, at_once)
 
     assert found == machines(tmp_path).load()
     assert found == MachineMeasurements(tmp_path, MACHINES.hosts[::-1], VERSIONS, environ={"HOME": "/"}).load()
@@ -449,7 +449,7 @@ def test_without_a_folder_nothing_is_kept() -> None:
     """`--pipette-cache off` is no error."""
     found = tiny_measurements(MACHINES)
 
-    assert found is machines(None).kept(found, at_once)
+    machines(None).keep(found, at_once)
     assert machines(None).load() is None
 
 
@@ -463,19 +463,9 @@ def test_a_damaged_file_and_a_folder_that_takes_none_are_said_and_no_more(
     path.write_text("{")
     assert machines(tmp_path).load() is None
     (tmp_path / "file").write_text("")
-    machines(tmp_path / "file").kept(tiny_measurements(MACHINES), at_once)
+    machines(tmp_path / "file").keep(tiny_measurements(MACHINES), at_once)
 
     assert ["not JSON" in caplog.messages[0], "cannot be kept" in caplog.messages[-1]] == [True, True]
-
-
-def test_times_of_other_cases_are_added_to_what_is_kept(tmp_path: Path) -> None:
-    """Times of the same model from an earlier job are added to the new ones."""
-    one, two = (ComputeCase(tp=tp, cp=1, micro_batch_size=1) for tp in (1, 2))
-    machines(tmp_path).kept(replace(tiny_measurements(MACHINES, (one, two)), model_digest="m"), at_once)
-    found = machines(tmp_path).kept(replace(tiny_measurements(MACHINES, (one,)), model_digest="m"), at_once)
-
-    assert (one, two) == found.compute_cases()
-    assert found == machines(tmp_path).load()
 
 
 HOST = tiny_cluster().hosts[0]

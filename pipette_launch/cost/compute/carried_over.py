@@ -7,7 +7,6 @@ measured time. Times of unmeasured cases may also come from an earlier warm-up o
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import NamedTuple
@@ -20,12 +19,9 @@ from pipette_launch.facts.job import MODELLED, Job, PerformanceOptions, flag_of
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, Measurements, Samples
 from pipette_launch.megatron.performance import options_of_flags
-from pipette_launch.text import counted, listed
+from pipette_launch.text import listed
 
 _MODELLED_OPTIONS = [each.name for each in fields(PerformanceOptions) if flag_of(each.name).startswith(MODELLED)]
-CHANGED = 0.25
-"""Times of an earlier warm-up are used only if the machines' speed changed since then by at most this relative
-amount."""
 _LOCAL = Link(latency_s=1e-6, bytes_per_s=1e10)
 GENERIC = DeviceSpec(
     name="any",
@@ -184,48 +180,3 @@ def _layers_s(times: Sequence[ComputeTime]) -> dict[ComputeCase, float]:
             passes = (time.forward, time.input_grad, time.weight_grad)
             found[time.case] = found.get(time.case, 0.0) + sum(samples.median_s for samples in passes)
     return found
-
-
-def with_cached_times(measurements: Measurements, earlier: Measurements | None) -> Measurements:
-    """Add the earlier warm-up's times of unmeasured cases, marked as cached and scaled to today's speed.
-
-    The scale is the median ratio of today's to earlier times of layers, over cases that both warm-ups measured. No time
-    is added if no case was measured by both warm-ups, or if the ratio differs from 1 by more than CHANGED.
-    """
-    if earlier is None or not measurements.model_digest or earlier.model_digest != measurements.model_digest:
-        return measurements
-    if earlier.timed_flags != measurements.timed_flags:
-        return measurements
-    now, then = _forward_s(measurements), _forward_s(earlier)
-    ratios = [now[case] / then[case] for case in now if then.get(case)]
-    pace = statistics.median(ratios) if ratios else 0.0
-    if abs(pace - 1) > CHANGED:
-        return measurements
-    done = {*measurements.compute_cases(), *measurements.refused}
-    added = [
-        replace(time.times(pace), source="cached")
-        for time in earlier.compute
-        if time.case not in done and time.source != "modelled"
-    ]
-    if not added:
-        return measurements
-    cases = {time.case for time in added}
-    note = (
-        f"compute: times of {counted(len(cases), 'more case')} are from the warm-up at {earlier.taken_at}, multiplied "
-        f"by {pace:.2f}, the ratio of today's to earlier times of cases that both warm-ups measured"
-    )
-    return replace(
-        measurements,
-        compute=(*measurements.compute, *added),
-        unmeasured=tuple(case for case in measurements.unmeasured if case not in cases),
-        notes=(*measurements.notes, note),
-    )
-
-
-def _forward_s(measurements: Measurements) -> dict[ComputeCase, float]:
-    """Return the median over the slots of a layer's forward seconds, for each measured case."""
-    times: dict[ComputeCase, list[float]] = {}
-    for time in measurements.compute:
-        if time.part in LAYERS and time.source == "measured":
-            times.setdefault(time.case, []).append(time.forward.median_s)
-    return {case: statistics.median(seconds) for case, seconds in times.items()}

@@ -23,7 +23,6 @@ from pipette_launch.text import counted
 
 _CORE, _PREDICTION = "core_attention", "prediction"
 _MODELLED = "Compute time of {} was not measured. A model of the device carried it over from a measured case."
-_CACHED = "Compute time of {} was not measured now. The time comes from an earlier warm-up of these machines."
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ class ComputeTable:
                 self._passes[case, part] = one
         self.knows_shares = bool(self._shared)
         """True if the warm-up timed layers for several numbers of experts on a rank."""
-        self._origins = {time.case: time.source for time in compute if time.source != "measured"}
+        self._modelled = {time.case for time in compute if time.source == "modelled"}
         shares: dict[tuple[ComputeCase, str], list[float]] = {}
         for time in compute:
             if time.recompute and time.recompute.median_s and time.forward.median_s:
@@ -147,8 +146,7 @@ class ComputeTable:
         if source is None:
             return None
         if source == case:
-            said = {"modelled": _MODELLED, "cached": _CACHED}.get(self._origins.get(case, "measured"))
-            return said and said.format(_words(case))
+            return _MODELLED.format(_words(case)) if case in self._modelled else None
         return (
             f"Compute time of {_words(case)} was not measured. The time of {_words(source)} is multiplied by "
             f"{_tokens(case, source):g}, in proportion to the tokens."
@@ -184,7 +182,7 @@ class ComputeTable:
         ratios = []
         for reading in readings:
             layout, case = reading.layout, case_of(reading.layout)
-            if self.source(case) != case or case in self._origins:
+            if self.source(case) != case or case in self._modelled:
                 continue
             chunks = self._unloaded(layout)[reading.pp_rank :: layout.pp]
             parts_s = sum(chunk.forward_s + chunk.backward_s + chunk.recompute_s for chunk in chunks)

@@ -8,7 +8,7 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from search.worlds import named, on_gpus
 
-from pipette_launch.cost.compute.carried_over import GENERIC, spec_of, with_cached_times, with_extrapolated_times
+from pipette_launch.cost.compute.carried_over import GENERIC, spec_of, with_extrapolated_times
 from pipette_launch.cost.compute.device_model import modelled_compute
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.step.predictor import Predictor
@@ -226,47 +226,3 @@ def test_another_exchange_of_context_parallelism_is_named() -> None:
 
     assert "Context parallelism is priced as a ring, not with --cp-comm-type a2a." in notes
     assert not [note for note in predictor.notes(Layout(dp=4)) if "ring," in note]
-
-
-FIRST, TWO = (ComputeCase(tp=tp, cp=1, micro_batch_size=1) for tp in (1, 2))
-
-
-def warm_up(*cases: ComputeCase, factor: float = 1.0, **changes: object) -> Measurements:
-    """These cases, with all times multiplied."""
-    found = tiny_measurements(tiny_cluster(2, 1), cases)
-    times = tuple(replace(time, forward=Samples(values_s=(time.forward.median_s * factor,))) for time in found.compute)
-    return replace(found, compute=times, model_digest="m", **changes)  # type: ignore[arg-type]
-
-
-def test_a_case_of_an_earlier_warm_up_is_brought_to_todays_pace() -> None:
-    """The reference takes 10 % longer than then, so the other case is taken to take 10 % longer, too."""
-    now, then = (
-        warm_up(FIRST, factor=1.1, unmeasured=(TWO,)),
-        warm_up(FIRST, TWO),
-    )
-    found = with_cached_times(now, then)
-    added = [time for time in found.compute if time.case == TWO]
-
-    assert {"cached"} == {time.source for time in added}
-    assert pytest.approx(0.55e-3) == next(time for time in added if time.part == "layer").forward.median_s
-    assert () == found.unmeasured
-    assert "times of 1 more case are from the warm-up at 2026-11-21T00:00:00Z, multiplied by 1.10" in found.notes[-1]
-
-
-@pytest.mark.parametrize(
-    ("now", "then"),
-    [
-        (warm_up(FIRST), None),
-        (
-            warm_up(FIRST),
-            replace(warm_up(FIRST, TWO), model_digest="another"),
-        ),
-        (warm_up(FIRST, factor=2.0), warm_up(FIRST, TWO)),
-        (warm_up(FIRST), warm_up(TWO)),
-        (warm_up(FIRST, refused=(TWO,)), warm_up(FIRST, TWO)),
-        (warm_up(FIRST, TWO), warm_up(FIRST, TWO)),
-    ],
-)
-def test_what_cannot_be_compared_is_not_used(now: Measurements, then: Measurements | None) -> None:
-    """No file, another model, another pace, nothing in common, refused now, or nothing missing."""
-    assert now is with_cached_times(now, then)

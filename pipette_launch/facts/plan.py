@@ -114,7 +114,7 @@ class Choice:
     breakdown_s: dict[str, float]
     """Parts of the step time by name. All parts sum to the step time."""
     memory: MemoryNeed
-    """Memory peaks and memory limit of the devices. Of another layout if the choice is a substitute (`Plan.own`)."""
+    """Memory peaks and memory limit of the devices. A substitute (`Plan.own`) has the memory of another layout."""
     bound_s: float
     """Lower bound of the step time for all placements of this layout, in the same cost model."""
     step_correction: float = 1.0
@@ -156,7 +156,6 @@ class Choice:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranked:
     """One layout of the ranked list or of the front, without a placement."""
-
 
     layout: Layout
     step_time_s: float

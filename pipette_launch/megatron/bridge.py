@@ -24,7 +24,7 @@ from pipette_launch.facts import Job, Layout, files
 from pipette_launch.facts.layout import SWITCHES
 from pipette_launch.megatron.checkpoint_files import TRACKER_NAME
 from pipette_launch.megatron.chunks import ACCOUNTS, ENDS, PATTERN_DESTS, STAGES
-from pipette_launch.megatron.flags import REMEDY, Arguments, Flag, flag_table
+from pipette_launch.megatron.flags import Arguments, Flag, flag_table
 from pipette_launch.megatron.layout import (
     DEGREES,
     ETP,
@@ -38,6 +38,7 @@ from pipette_launch.megatron.layout import (
 
 Config = Mapping[str, Any]
 VPP, DIVISOR = "virtual_pipeline_model_parallel_size", "make_vocab_size_divisible_by"
+REMEDY = "give Megatron-LM's own flags, or to pipette the saved configuration of Megatron-Bridge (--bridge-config FILE)"
 GBS = "global_batch_size"
 FIELDS = {
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",

@@ -10,7 +10,7 @@ import argparse
 import functools
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, NoReturn
@@ -26,8 +26,6 @@ CLOSE = 0.85
 
 Two swapped letters in a flag of 12 letters give 0.92.
 """
-LEAST_BEGINNING = 8
-"""Least characters of a shortened flag for which a note names the full flag. Megatron accepts no shortened flags."""
 EFFECTS = {row["flag"]: row["effect"] for row in files.table("pipette_launch.megatron", "effects")}
 """Effect of each flag that no prediction and no plan reads, by destination, in the words of `docs/script_flags.md`."""
 FREE_CHOICES = ("ckpt_format", "dataloader_type", "tokenizer_type")
@@ -89,7 +87,7 @@ class Flag:
         known = ", ".join(map(str, self.choices or ()))
         flags = ((name, flag_table(name).get(self.option)) for name in releases())
         others = [name for name, flag in flags if flag and value in (flag.choices or ())]
-        near = [choice for choice in map(str, self.choices or ()) if _letters(choice) == _letters(str(value))]
+        near = [choice for choice in map(str, self.choices or ()) if choice.lower() == str(value).lower()]
         hint = f"Megatron {others[0]} has it" if others else "no formula has its memory and time"
         hint = f"did you mean {near[0]}?" if near else hint
         return f"unknown value {value!r}; known are {known}; {hint}"
@@ -179,12 +177,12 @@ def known_dests() -> frozenset[str]:
 
 
 def likely_flag(option: str, version: str) -> str:
-    """Return the flag of this release that a mistyped or shortened flag probably means, or an empty string."""
+    """Return the flag of this release that a mistyped flag probably means, or an empty string."""
     # A flag that exists in another release is not a typing error.
     if option in _data()["flags"]:
         return ""
-    begun = [flag for flag in flag_table(version) if flag.startswith(option)] if len(option) >= LEAST_BEGINNING else []
-    return begun[0] if len(begun) == 1 else nearest_word(option, flag_table(version), cutoff=CLOSE)
+    plain = "--" + re.sub(r"[\W_]+", "-", option.lower()).strip("-")
+    return nearest_word(plain, flag_table(version), cutoff=CLOSE)
 
 
 def _is_of(kind: Callable[[str], object], word: str) -> bool:
@@ -403,98 +401,24 @@ class Arguments:
         return replace(self, tokens=tuple(token for token in self.tokens if token.dest not in dests))
 
 
-# Words that Megatron's parser does not accept, and the likely cause of each word.
-
-SHORT_SIZES = {
-    "cp": "--context-parallel-size",
-    "ep": "--expert-model-parallel-size",
-    "etp": "--expert-tensor-parallel-size",
-    "gbs": "--global-batch-size",
-    "mbs": "--micro-batch-size",
-    "pp": "--pipeline-model-parallel-size",
-    "tp": "--tensor-model-parallel-size",
-    "vpp": "--num-virtual-stages-per-pipeline-rank",
-}
-"""Full flags by short names that Megatron's parser refuses. `tp` covers `--tp`, `-tp` and `--tp_size`."""
-NEW_NAMES = {"--checkpoint-num-layers": "--recompute-num-layers", "--use-custom-fsdp": "--use-megatron-fsdp"}
-"""New names of flags that Megatron renamed before OLDEST."""
-RECIPE = re.compile(r"(model)?(recipe|family|factory|config|yaml|exp|experiment)(name|file|path|dir)?|modelfamilyname")
-"""Pattern of flags that name a recipe or a recipe's file in Megatron-Bridge, NeMo, Primus and other trainers."""
-PRETRAINED = re.compile(r"model(id|name|path|nameorpath)?|(hf|pretrained)(model)?(id|name|path|nameorpath)?")
-"""Pattern of flags that name a Hugging Face model in ms-swift, Megatron-Bridge and other trainers."""
-REMEDY = "give Megatron-LM's own flags, or to pipette the saved configuration of Megatron-Bridge (--bridge-config FILE)"
-DASHES = "-\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{FIGURE DASH}\N{EN DASH}\N{EM DASH}\N{HORIZONTAL BAR}\N{MINUS SIGN}"
-"""Characters that word processors and web pages write instead of a hyphen."""
+def unread_words(arguments: Arguments) -> list[str]:
+    """Return the unknown flags and the words without a flag, each with the flag or release that the user may mean."""
+    flags = (word.partition("=")[0] for word in arguments.unknown_words if re.match(r"\s*--?[^\W\d]", word))
+    shown = []
+    for word in dict.fromkeys(flags):
+        near, others = likely_flag(word, arguments.version), _releases_of(word)
+        other = f" (in {others[0]} to {others[-1]})" if others else ""
+        shown.append(f"{word} (did you mean {near}?)" if near else f"{word}{other}")
+    return [*shown, *(word or "'' (an unset variable in quotes?)" for word in dict.fromkeys(arguments.stray_words))]
 
 
-def word_faults(arguments: Arguments) -> Iterator[MegatronError]:
-    """Yield an error for each rule of spelling that the command line breaks, with all flags that break the rule."""
-    spelt, overrides, valued = {}, {}, {}
-    flag_before, value_taken = "", True
-    for token in arguments.flag_tokens:
-        word = token.words[0]
-        name, equals, value = word.partition("=")
-        if token.flag:
-            flag_before, value_taken = word, token.flag.nargs != 0
-        elif name.startswith(tuple(DASHES)):
-            spelt[name] = _by_letters(arguments.version).get(_letters(name), "")
-            flag_before = ""
-        elif equals:
-            flag = _by_letters(arguments.version).get(_letters(name.rpartition(".")[2]), "")
-            overrides[word] = f"{flag} {value}" if flag and (flag_before or "." in name) else ""
-        elif flag_before and not value_taken and re.fullmatch("(?i)true|false|yes|no|on|off|0|1", word):
-            valued[f"{flag_before} {word}"] = f"{flag_before} alone, or leave it out,"
-    if any(RECIPE.fullmatch(_letters(name)) for name in spelt):
-        # A recipe contains the other settings of the job, so correct spellings of these flags would not help.
-        return
-    for found, rule in (
-        (spelt, "Megatron's flags have plain dashes, not underscores or capitals"),
-        (overrides, "Megatron-LM takes its values as flags, not as NAME=VALUE"),
-        (valued, "Megatron's switches take no value"),
-    ):
-        pairs = [f"{right} for {wrong}" for wrong, right in found.items() if right]
-        if pairs:
-            yield MegatronError(f"{rule}: write {', '.join(pairs)}")
-
-
-def why_missing(arguments: Arguments, missing: Sequence[str]) -> str:
-    """Return the likely reason why the flags in `missing` are missing, and advice for the user."""
-    words = arguments.unknown_words
-    for pattern, reason in (
-        (RECIPE, f"a recipe of another program, which is not read; {REMEDY}"),
-        (PRETRAINED, f"a model, but only flags can describe its shape; {REMEDY}"),
-    ):
-        for place, word in enumerate(words):
-            name, equals, value = word.partition("=")
-            if name.startswith("-") and pattern.fullmatch(_letters(name.rpartition(".")[2])):
-                following = value if equals else "".join(words[place + 1 : place + 2])
-                shown = name if following.startswith("-") else f"{name} {following}".rstrip()
-                return f"{shown} names {reason}"
-    near = {word: likely_flag(word.partition("=")[0], arguments.version) for word in words}
-    meant = [f"{flag} for {word}" for word, flag in near.items() if flag in missing]
-    if meant:
-        # A launched script may accept other spellings than Megatron.
-        return f"only Megatron's own spelling is read: {', '.join(meant)}"
-    return _why_unread(arguments, missing) or "add what is missing to the script's arguments"
-
-
-def _why_unread(arguments: Arguments, missing: Sequence[str]) -> str:
-    """Return why words that may have the missing flags were not read; empty if no word is suspect."""
-    words, strays = arguments.unknown_words, arguments.stray_words
-    if any(re.match(r"\s*--\S+\s+\S", word) for word in words):
-        return "one word contains several flags, as zsh passes $ARGS; write ${=ARGS} there, without quotes"
-    recipes = [word for word in words if re.fullmatch(r"[+~]*\w+(\.\w+)+=.*|@.*", word)]
-    recipes += [word for word in strays if re.fullmatch(r".*\.(ya?ml|toml|json|txt|sh)", word)]
-    if recipes:
-        return f"{recipes[0]} belongs to a recipe or file, which is not read; {REMEDY}"
-    hidden = {word for token in arguments.tokens[len(arguments.flag_tokens) :] for word in token.words}
-    if hidden.intersection(missing):
-        return "Megatron reads no flag after the word --; remove this word"
-    for word in (word.partition("=")[0] for word in words if word.startswith("--")):
-        has = _releases_of(word)
-        if has:
-            return f"{word} is a flag of Megatron {has[0]} to {has[-1]}; --megatron-version {has[-1]} reads it"
-    return ""
+def why_missing(arguments: Arguments) -> str:
+    """Return advice for a command line that lacks flags, with the words that were not read."""
+    unread = unread_words(arguments)
+    advice = "add what is missing to the script's arguments"
+    return (
+        f"{advice}; words that are no flags of Megatron {arguments.version}: {', '.join(unread)}" if unread else advice
+    )
 
 
 def unknown_note(arguments: Arguments) -> list[str]:
@@ -502,35 +426,11 @@ def unknown_note(arguments: Arguments) -> list[str]:
 
     A launched script refuses unknown words itself. So only commands that launch no script must report unknown words.
     """
-    version = arguments.version
-    free = dict.fromkeys(arguments.free_values)
-    stops = "the script stops at these values unless the script defines them"
-    notes = [f"not values of Megatron {version}, so without effect here: {', '.join(free)}; {stops}"] if free else []
-    stray = dict.fromkeys(arguments.stray_words)
-    if stray:
-        shown_words = ", ".join(word or "'' (an unset variable in quotes?)" for word in stray)
-        notes.append(f"words without a flag, at which Megatron stops: {shown_words}")
-    found = dict.fromkeys(
-        word.partition("=")[0] for word in arguments.unknown_words if re.match(r"\s*--?[^\W\d]", word)
-    )
-    if not found:
-        return notes
-    shown, stops = [], "the script stops at these flags unless the script defines them"
-    for word in found:
-        short, new = SHORT_SIZES.get(_letters(word).removesuffix("size")), NEW_NAMES.get(word)
-        meant = short or (new if new in flag_table(version) else likely_flag(word, version))
-        known = _releases_of(word)
-        other = f" (in {known[0]} to {known[-1]})" if known else ""
-        shown.append(f"{word} (did you mean {meant}?)" if meant else f"{word}{other}")
-    return [*notes, f"not flags of Megatron {version}, so without effect here: {', '.join(shown)}; {stops}"]
-
-
-@functools.cache
-def _by_letters(version: str) -> Mapping[str, str]:
-    flags = (option for option in flag_table(version) if option.startswith("--"))
-    # If Megatron has two spellings of a flag, the spelling with dashes comes last and is used.
-    return {_letters(option): option for option in sorted(flags, key=lambda option: "_" not in option)}
-
-
-def _letters(option: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", option.lower())
+    version, notes = arguments.version, []
+    if free := ", ".join(dict.fromkeys(arguments.free_values)):
+        stops = "the script stops at these values unless the script defines them"
+        notes.append(f"not values of Megatron {version}, so without effect here: {free}; {stops}")
+    if unread := ", ".join(unread_words(arguments)):
+        stops = "the script stops at these flags unless the script defines them"
+        notes.append(f"not flags of Megatron {version}, so without effect here: {unread}; {stops}")
+    return notes

@@ -72,7 +72,7 @@ def required_flags(arguments: Arguments, *, starts_nothing: bool, cause: str = "
         return Required(note, None)
     is_shape = {"num_layers", "hidden_size", "num_attention_heads"} & set(missing)
     flags = [arguments.shown(dest) for dest in missing] + ([] if starts_nothing else needless)
-    why = cause if cause and is_shape else why_missing(arguments, flags)
+    why = cause if cause and is_shape else why_missing(arguments)
     return Required("", MegatronError(f"the command line lacks {', '.join(flags)}; {why}"))
 
 

@@ -152,16 +152,14 @@ class _Reader:
         """
         given, prediction, unprobed = self.given, self.for_prediction, self.without_probes
         refused = [*refusals(given, self.foreign, for_prediction=prediction, without_probes=unprobed)]
-        # A launched script judges its own words, and may accept more of them than NVIDIA's script.
-        misspelt = [*flags.word_faults(given)] if self.starts_nothing else []
-        faults = [*given.faults(), *self.checkpoint_faults, *refused, *misspelt]
-        if self.starts_nothing and not self.is_translated and not misspelt:
+        faults = [*given.faults(), *self.checkpoint_faults, *refused]
+        if self.starts_nothing and not self.is_translated:
             faults += rule_faults(given)
         is_other = self.starts_nothing and trains_nothing(self.script)
         cause = self.checkpoint_note or (f"{self.script} {NO_TRAINING}" if is_other else "")
         required = required_flags(given, starts_nothing=self.starts_nothing, cause=cause)
-        # Other spelling, or another kind of model, may be the reason why flags are missing.
-        is_result = bool(refused or misspelt or self.checkpoint_faults)
+        # Another kind of model may be the reason why flags are missing.
+        is_result = bool(refused or self.checkpoint_faults)
         check_all(faults if required.fault is None or is_result else [*faults, required.fault])
         return required.note
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import string
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
@@ -24,6 +23,7 @@ from pipette_launch.megatron.flags import (
     releases,
     tokenise,
     unknown_note,
+    unread_words,
 )
 
 VERSION = "0.16.1"
@@ -320,123 +320,26 @@ def complaint(words: str, *, base: list[str] | None = None, purpose: Purpose = "
     return str(error.value)
 
 
-@pytest.mark.parametrize("purpose", ["for_prediction", "for_planning"])
 @pytest.mark.parametrize(
-    ("words", "pairs"),
+    ("words", "unread"),
     [
+        ("--num_layers 32", "; words that are no flags of Megatron 0.16.1: --num_layers (did you mean --num-layers?)"),
         (
-            "--num_layers 32 --tensor_model_parallel_size 4 --sequence_parallel true",
-            (
-                "--num-layers for --num_layers, --tensor-model-parallel-size for --tensor_model_parallel_size, "
-                "--sequence-parallel for --sequence_parallel"
-            ),
+            "-num-layer 32 --Hidden-Size 64",
+            "-num-layer (did you mean --num-layers?), --Hidden-Size (did you mean --",
         ),
-        ("--micro_batch_size=4 --mine", "--micro-batch-size for --micro_batch_size"),
-        ("--numLayers 32 --Hidden-Size 64", "--num-layers for --numLayers, --hidden-size for --Hidden-Size"),
-        ("-num-layers 32 -lr 1", "--num-layers for -num-layers, --lr for -lr"),
-        ("\N{EM DASH}num-layers 32", "--num-layers for \N{EM DASH}num-layers"),
-        ("\N{EN DASH}\N{EN DASH}bf16", "--bf16 for \N{EN DASH}\N{EN DASH}bf16"),
+        ("--recipe llama3_8b", "; words that are no flags of Megatron 0.16.1: --recipe"),
+        ("conf.yaml", "; words that are no flags of Megatron 0.16.1: conf.yaml"),
+        ("--hybrid-layer-pattern MMM", "--hybrid-layer-pattern (in 0.17 to 0.20)"),
+        ("--bf16", "; add what is missing to the script's arguments"),
     ],
 )
-def test_another_spelling_is_named(words: str, pairs: str, purpose: Purpose) -> None:
-    """A flag in another spelling would lose its value, so the error names the right spelling."""
-    said = f"Megatron's flags have plain dashes, not underscores or capitals: write {pairs}"
-
-    assert said == complaint(words, purpose=purpose) == complaint(words, base=[], purpose=purpose)
-
-
-@given(st.sampled_from(FLAGS), st.sampled_from([str.title, str.lower]))
-def test_every_flag_is_known_by_its_letters(flag: str, case: type[str]) -> None:
-    """Underscores instead of dashes, in any case, lead to Megatron's own spelling."""
-    word = "--" + case(flag[2:]).replace("-", "_")
-    if word in FLAGS:
-        return
-    right = complaint(word, base=[]).partition(": write ")[2].removesuffix(f" for {word}")
-
-    assert flag.strip(string.punctuation).replace("-", "") == right.replace("-", "").replace("_", "").lower()
-
-
-@pytest.mark.parametrize(
-    ("words", "pairs"),
-    [
-        (
-            "model.num_layers=32 model.tensor_model_parallel_size=4",
-            (
-                "--num-layers 32 for model.num_layers=32, "
-                "--tensor-model-parallel-size 4 for model.tensor_model_parallel_size=4"
-            ),
-        ),
-        ("--bf16 ++train.train_iters=10", "--train-iters 10 for ++train.train_iters=10"),
-        ("--bf16 num_layers=8", "--num-layers 8 for num_layers=8"),
-    ],
-)
-def test_overrides_are_no_flags(words: str, pairs: str) -> None:
-    """Megatron-Bridge, NeMo and Hydra write values as NAME=VALUE."""
-    assert f"Megatron-LM takes its values as flags, not as NAME=VALUE: write {pairs}" == complaint(words)
-
-
-@pytest.mark.parametrize(
-    ("words", "cause"),
-    [
-        ("--recipe llama3_8b", "--recipe llama3_8b names a recipe of another program"),
-        ("--recipe=llama3_8b model.seq_length=4096", "--recipe llama3_8b names a recipe of another program"),
-        (
-            "--recipe qwen3_1p7b --seq_length 4096 --hf_path Qwen/Qwen3-1.7B train.train_iters=9",
-            "--recipe qwen3_1p7b names a recipe of another program",
-        ),
-        ("train pretrain --config a.yaml --train_iters 5", "--config a.yaml names a recipe of another program"),
-        ("--model_recipe_name llama3_8b -tp 4", "--model_recipe_name llama3_8b names a recipe of another program"),
-        ("--config-name conf", "--config-name conf names a recipe of another program"),
-        ("--exp a.yaml", "--exp a.yaml names a recipe of another program"),
-        ("conf.yaml", "conf.yaml belongs to a recipe or file"),
-        ("model.foo=3", "model.foo=3 belongs to a recipe"),
-        ("--model Qwen/Qwen2.5-7B", "--model Qwen/Qwen2.5-7B names a model, but only flags can describe its shape"),
-        ("--hf-path some/name", "--hf-path some/name names a model, but only flags can describe its shape"),
-        (
-            "--num-layer 3 --hidden-sizes 4",
-            "only Megatron's own spelling is read: --num-layers for --num-layer, --hidden-size for --hidden-sizes",
-        ),
-        ("--model=Qwen/Qwen3-8B --seq-lenght 5", "--model Qwen/Qwen3-8B names a model"),
-        ("@args.txt", "@args.txt belongs to a recipe or file"),
-        ("--mine 3", "add what is missing to the script's arguments"),
-    ],
-)
-def test_missing_flags_have_a_cause(words: str, cause: str) -> None:
-    """One sentence names the missing flags and the probable cause."""
+def test_an_error_about_missing_flags_names_what_was_not_read(words: str, unread: str) -> None:
+    """The words that were not read may have the missing values."""
     said = complaint(words, base=[])
 
     assert said.startswith("the command line lacks --num-layers, --hidden-size, --num-attention-heads, --seq-length")
-    assert f"; {cause}" in said
-    with pytest.raises(MegatronError, match="the command line lacks --num-layers"):
-        job(words, base=[])
-
-
-def test_a_launched_script_keeps_its_spelling() -> None:
-    """The sentence names Megatron's spelling, but a launched script may use another."""
-    with pytest.raises(MegatronError, match=r"only Megatron's own spelling is read: --num-layers for --num_layers$"):
-        job("--num_layers 3", base=[])
-
-
-@pytest.mark.parametrize("word", ["true", "False", "0", "off"])
-def test_switches_take_no_value(word: str) -> None:
-    """A word behind a switch would be ignored, though the user may have meant to turn the switch off."""
-    said = f"Megatron's switches take no value: write --bf16 alone, or leave it out, for --bf16 {word}"
-
-    assert said == complaint(f"--bf16 {word}")
-    assert "write --micro-batch-size for --micro_batch_size" in complaint(f"--bf16 {word} --micro_batch_size 4")
-
-
-@pytest.mark.parametrize("words", [["--num-layers 32 --hidden-size 64"], ["\n --num-layers 32\n --hidden-size 64\n"]])
-def test_a_shell_that_splits_nothing_is_named(words: list[str]) -> None:
-    """Zsh passes a variable with all flags as one word, and so does another shell with quotes."""
-    with pytest.raises(MegatronError, match="one word contains several flags, as zsh passes"):
-        job(base=words, for_prediction=True)
-
-
-@pytest.mark.parametrize("words", ["--mine a=3 --your num_layers=3", "--mine true", "--mine 1 --fp16", "--lr=1e-4"])
-def test_values_of_other_flags_are_theirs(words: str) -> None:
-    """Words behind a flag that Megatron lacks belong to the script."""
-    assert job(words, for_prediction=True).own == job().own
+    assert unread in said
 
 
 def test_a_launched_script_judges_its_own_words() -> None:
@@ -452,15 +355,6 @@ def test_a_launched_script_judges_its_own_words() -> None:
             is_launched=True,
         )
         assert (job().own, ()) == (read.own, read.notes)
-
-
-@pytest.mark.parametrize("word", ["--tp", "-tp", "--TP", "--tp_size", "--tp-size", "-tp=4"])
-def test_a_short_name_is_no_flag_in_any_spelling(word: str) -> None:
-    """Short names of sizes from torch and other trainers have no effect, so a note names Megatron's flag."""
-    (note,) = unknown_note(Arguments.parse([word, "4"], "0.16.1"))
-
-    name = word.partition("=")[0]
-    assert f"without effect here: {name} (did you mean --tensor-model-parallel-size?)" in note
 
 
 @pytest.mark.parametrize(
@@ -482,35 +376,15 @@ def test_words_that_begin_with_a_dash_are_named(words: list[str], expected: str)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--bf16", ""], "words without a flag, at which Megatron stops: '' (an unset variable in quotes?)"),
-        (["train", "--lr", "1e-4", "1e-5"], "words without a flag, at which Megatron stops: train, 1e-5"),
-        (["--mine", "a", "b", "--bf16"], ""),
-        (["--bf16", "--", "x"], ""),
+        (["--bf16", ""], ["'' (an unset variable in quotes?)"]),
+        (["train", "--lr", "1e-4", "1e-5"], ["train", "1e-5"]),
+        (["--mine", "a", "b", "--bf16"], ["--mine"]),
+        (["--bf16", "--", "x"], []),
     ],
 )
-def test_words_of_no_flag_are_named(words: list[str], expected: str) -> None:
+def test_words_of_no_flag_are_named(words: list[str], expected: list[str]) -> None:
     """Megatron's parser stops at an empty word or a second value, so a note names them."""
-    notes = [note for note in unknown_note(Arguments.parse(words, VERSION)) if note.startswith("words")]
-
-    assert [expected] * bool(expected) == notes
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("--data-list my/files.txt --bf16", "add what is missing to the script's arguments"),
-        ("--job.config_file jobs/llama.toml", "--job.config_file jobs/llama.toml names a recipe of another program"),
-        ("my/job.yaml --bf16", "my/job.yaml belongs to a recipe or file, which is not read"),
-        ("--bf16 -- --num-layers 4", "Megatron reads no flag after the word --; remove this word"),
-        ("--hybrid-layer-pattern MMM", "is a flag of Megatron 0.17 to 0.20; --megatron-version 0.20 reads it"),
-    ],
-)
-def test_the_reason_of_missing_flags_is_true(words: str, expected: str) -> None:
-    """A file behind a script's own flag is no recipe; words after -- and flags of other releases are named."""
-    with pytest.raises(MegatronError, match="the command line lacks --num-layers") as error:
-        job(base=words.split(), for_prediction=True)
-
-    assert expected in str(error.value)
+    assert expected == unread_words(Arguments.parse(words, VERSION))
 
 
 def test_flags_of_other_releases_are_named_with_their_releases() -> None:

@@ -162,32 +162,10 @@ def _pickled(directory: Path) -> bytes:
 
 # Flags that `--use-checkpoint-args` takes from a checkpoint (load_args_from_checkpoint in checkpointing.py).
 
-WHERE_MISSING = (
-    "num_layers hidden_size ffn_hidden_size seq_length num_attention_heads kv_channels max_position_embeddings "
-    "moe_token_dispatcher_type hybrid_layer_pattern padded_vocab_size"
-).split()
-"""Destinations that Megatron reads from the checkpoint if neither the user nor a default gives a value."""
-ALWAYS = (
-    "num_query_groups group_query_attention position_embedding_type add_position_embedding "
-    "use_rotary_position_embeddings rotary_base rotary_percent rotary_interleaved add_bias_linear add_qkv_bias "
-    "squared_relu swiglu untie_embeddings_and_output_weights normalization "
-    "apply_query_key_layer_scaling attention_dropout hidden_dropout spec num_experts moe_layer_freq "
-    "moe_ffn_hidden_size moe_router_topk moe_router_pre_softmax moe_grouped_gemm moe_shared_expert_intermediate_size "
-    "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads heterogeneous_layers_config_path "
-    "heterogeneous_layers_config_encoded_json tiktoken_pattern "
-    "moe_router_score_function moe_router_enable_expert_bias moe_router_topk_scaling_factor moe_latent_size"
-).split()
-"""Destinations that Megatron always reads from the checkpoint, instead of the user's own value."""
-ALWAYS_SINCE = {
-    (0, 17): ("mtp_hybrid_override_pattern", "mtp_num_layers", "mtp_use_repeated_layer"),
-    (0, 18): ("moe_single_grouped_weight", "moe_single_grouped_bias"),
-    (0, 20): ("gdp_num_householder",),
-}
-"""Further destinations that Megatron always reads from the checkpoint, by the first release that does so."""
-ALWAYS_BEFORE = {
-    (0, 17): ("hybrid_override_pattern", "is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio"),
-}
-"""Further destinations that Megatron always reads from the checkpoint, by the first release that no longer does so."""
+CHECKPOINT_ARGUMENTS = files.table("pipette_launch.megatron", "checkpoint_arguments")
+"""Destinations that Megatron reads from the checkpoint: always, instead of the user's own value, or only if neither the
+user nor a default gives a value; with the first release that does so, and the first one that no longer does so."""
+WHERE_MISSING = tuple(row["destination"] for row in CHECKPOINT_ARGUMENTS if row["taken"] == "if missing")
 TYPES: dict[str | None, tuple[type, ...]] = {"int": (int,), "float": (int, float), None: (str,)}
 
 
@@ -220,9 +198,12 @@ def with_checkpoint_arguments(arguments: Arguments) -> tuple[Arguments, str]:
 
 def always_taken(release: tuple[int, int]) -> list[str]:
     """Return the destinations that this release always reads from the checkpoint, instead of the user's own values."""
-    since = (dest for first, dests in ALWAYS_SINCE.items() if release >= first for dest in dests)
-    before = (dest for end, dests in ALWAYS_BEFORE.items() if release < end for dest in dests)
-    return [*ALWAYS, *since, *before]
+
+    def has(row: Mapping[str, str]) -> bool:
+        first, end = row["first_release"], row["end_release"]
+        return (not first or release >= release_of(first)) and (not end or release < release_of(end))
+
+    return [row["destination"] for row in CHECKPOINT_ARGUMENTS if row["taken"] == "always" and has(row)]
 
 
 def _taken(arguments: Arguments, saved: Saved) -> Iterator[tuple[str, Any]]:

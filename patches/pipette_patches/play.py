@@ -28,6 +28,7 @@ import torch.distributed as dist
 from pipette_launch.errors import PipetteError
 from pipette_patches.replacements import Replacements, in_module, wrapping
 from pipette_patches.run import Program, load
+from pipette_patches.scratch import WRITES, Scratch, writing_copies
 from pipette_patches.without_cuda import no_coalescing
 
 
@@ -229,29 +230,42 @@ def _before(play: Play) -> str:
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 CACHES = ("__pycache__", ".cache", ".triton", ".nv", ".deep_gemm", "torchinductor_")
 """Beginnings of names of folders in which compilers keep their results."""
-_CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.link", "os.truncate", "shutil.rmtree"}
-_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_CHANGES = {
+    *("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.link", "os.truncate", "shutil.rmtree"),
+    *("os.chmod", "os.chown", "os.utime"),
+}
 
 
 def _guard(event: str, args: tuple[Any, ...]) -> None:
     """Refuse to change files and to reach other machines while a program is played (an audit hook of Python)."""
     if not _folders:
         return
-    if event == "open" and isinstance(args[0], (str, os.PathLike)) and args[2] & _WRITES:
+    if event == "open" and isinstance(args[0], (str, os.PathLike)) and args[2] & WRITES:
         _check(args[0])
+    elif event in ("os.remove", "os.rmdir") and args[1] >= 0:
+        _check(os.path.join(os.readlink(f"/proc/self/fd/{args[1]}"), os.fsdecode(args[0])))
     elif event in _CHANGES:
         for path in args[: 2 if event == "os.rename" else 1]:
-            _check(path)
+            if not isinstance(path, int):
+                _check(path)
+    elif event == "sqlite3.connect" and args[0] not in ("", ":memory:"):
+        _check(args[0])
     elif event == "socket.connect" and isinstance(args[1], tuple) and not str(args[1][0]).startswith(("127.", "::1")):
         raise ConnectionRefusedError(f"{args[1][0]}: the script is only measured, so it reaches no other machine")
 
 
 def _check(path: Any) -> None:
-    whole = Path(os.fsdecode(path)).absolute()
-    caches = (value for name, value in os.environ.items() if "CACHE" in name and value.startswith("/"))
-    is_ours = whole.parts[1:2] in (("dev",), ("proc",)) or any(map(whole.is_relative_to, (_folders[0], *caches)))
-    if not is_ours and not any(part.startswith(CACHES) for part in whole.parts):
+    whole = os.path.abspath(os.fsdecode(path))
+    if not _is_free(whole):
         raise PermissionError(f"{whole}: the script is only measured, so it changes no file")
+
+
+def _is_free(whole: str) -> bool:
+    """Return True for a file that a played script may change in place: in its temporary folder, or of a cache."""
+    path = Path(whole)
+    caches = (value for name, value in os.environ.items() if "CACHE" in name and value.startswith("/"))
+    is_ours = path.parts[1:2] in (("dev",), ("proc",)) or any(map(path.is_relative_to, (_folders[0], *caches)))
+    return is_ours or any(part.startswith(CACHES) for part in path.parts)
 
 
 _folders: list[str] = []
@@ -260,13 +274,14 @@ _folders: list[str] = []
 
 @contextlib.contextmanager
 def _guarded() -> Iterator[None]:
-    """Give the program a folder for temporary files, and refuse to change any other file."""
+    """Give the program a folder for temporary files and for copies of the files that it changes."""
     before = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="pipette_play_") as folder:
         tempfile.tempdir = folder
         _folders.append(folder)
         try:
-            yield
+            with writing_copies(Scratch(folder, _is_free)):
+                yield
         finally:
             _folders.clear()
             tempfile.tempdir = before

@@ -68,6 +68,9 @@ SCRIPTS = {
     "prints much": f"print('x' * (1 << 22))\n{TRAINS}",
     "writes": f"import sys\nopen(sys.argv[1], 'w').write('x')\n{TRAINS}",
     "makes a folder": f"import os, sys\nos.mkdir(sys.argv[1])\n{TRAINS}",
+    "removes a tree": "import os, shutil, sys, tempfile\nos.makedirs(sys.argv[1])\nshutil.rmtree(sys.argv[1])\n"
+    f"with tempfile.TemporaryDirectory() as folder:\n    open(f'{{folder}}/x', 'w').write('x')\n{TRAINS}",
+    "makes a folder past Python": "import posix, sys\nposix.mkdir(sys.argv[1])",
     "writes a temporary file": f"import tempfile\ntempfile.TemporaryFile().write(b'x')\n{TRAINS}",
     "mocks a data set": DATA,
     "calls home": "import socket\nsocket.create_connection(('192.0.2.1', 80), timeout=5)",

@@ -1,17 +1,16 @@
 """Time of a pipeline under a schedule: one loop over the actions computes the end of each action by a longest path."""
 
 # Letters of array axes: S = stages (model chunks), P = pipeline ranks, A = actions of all ranks, R = pipelines that are
-# priced together, M = micro-batches, N = forwards of one rank (micro-batches times chunks), X = entries of a state, T =
-# turns back in time. Durations are blocks of S numbers: forwards, whole backwards, first forwards and, if the backward
-# is split, input gradients and weight gradients. Hops are messages between stages: S - 1 forwards, S - 1 backwards, and
-# a 0. Kinds of actions: F = forward, B = whole backward, I = input gradient, W = weight gradient.
+# priced together, M = micro-batches, N = forwards of one rank (micro-batches times chunks), X = requested actions.
+# Durations are blocks of S numbers: forwards, whole backwards, first forwards and, if the backward is split, input
+# gradients and weight gradients. Hops are messages between stages: S - 1 forwards, S - 1 backwards, and a 0. Kinds of
+# actions: F = forward, B = whole backward, I = input gradient, W = weight gradient.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -211,11 +210,11 @@ def _graph_of(schedule: Schedule | Order) -> Graph:
     return Graph(
         previous_A=np.where(is_first_A, NO_ACTION, np.arange(len(rank_A)) - 1),
         cause_A=cause_A,
-        level_A=_levels(cause_A, bounds_P, columns, schedule.name),
+        level_A=_assigned_levels(cause_A, bounds_P, columns, schedule.name),
     )
 
 
-def _levels(cause_A: Ints, bounds_P: Ints, columns: Columns, name: str) -> Ints:
+def _assigned_levels(cause_A: Ints, bounds_P: Ints, columns: Columns, name: str) -> Ints:
     """Return each action's level: the round in which it runs if every rank runs at most one action in a round."""
     count = len(cause_A)
     level_A = np.full(count + 1, count)
@@ -272,11 +271,6 @@ class Engine:
         """Actions of the schedule, rank after rank, in the order of a `Timeline`."""
         return self._order.columns
 
-    @property
-    def num_prepared(self) -> int:
-        """Number of the schedule's actions if their dependency graph is in memory, else 0."""
-        return len(self.graph.level_A) if "graph" in self.__dict__ else 0
-
     @cached_property
     def place_A(self) -> Ints:
         """Index of each action of `graph` in the engine's own order; the last is for action -1, which ends at 0 s."""
@@ -321,7 +315,7 @@ class Engine:
             raise FactError(f"times of {(len(hops_R) + 1) // 2} stages for a schedule of {stages}")
         if len(durations_R) < 5 * stages and self.splits_backward:
             raise FactError(f"{self._order.name} splits the backward: give input_s and weight_s of each stage")
-        at_once = max(_ENDS_AT_ONCE // len(self._level_A), _FEWEST_AT_ONCE)
+        at_once = max(_ENDS_AT_ONCE // len(self._sorted_level_A), _FEWEST_AT_ONCE)
         found = np.empty((len(places_X), durations_R.shape[1]))
         for first in range(0, durations_R.shape[1], at_once):
             some = slice(first, first + at_once)
@@ -330,13 +324,13 @@ class Engine:
 
     def ends_AR(self, durations_R: Floats, hops_R: Floats) -> Floats:
         """Return the ends of all actions of several pipelines, in the engine's own order, followed by a row of 0."""
-        ends = np.zeros((len(self._level_A) + 1, durations_R.shape[1]))
+        ends = np.zeros((len(self._sorted_level_A) + 1, durations_R.shape[1]))
         durations_R = self.row_durations(durations_R)
         if _IN_C:
             times_R = np.ascontiguousarray(durations_R), np.ascontiguousarray(hops_R)
             _IN_C.ends(*self.table_A, *times_R, ends, ends.shape[1])
             return ends
-        for start, stop, previous, cause, hop, wait, duration in self._levels:
+        for start, stop, previous, cause, hop, wait, duration in self._rows_by_level:
             ready = ends.take(cause, axis=0)
             ready += hops_R.take(hop, axis=0)
             free = ends.take(previous, axis=0)
@@ -370,13 +364,13 @@ class Engine:
         return not isinstance(self._order, Order) and bool((self.columns.kind_A == WEIGHT).any())
 
     @cached_property
-    def _level_A(self) -> Ints:
+    def _sorted_level_A(self) -> Ints:
         return np.sort(self.graph.level_A)
 
     @cached_property
-    def _levels(self) -> list[tuple[int, int, Ints, Ints, Ints, Ints, Ints]]:
+    def _rows_by_level(self) -> list[tuple[int, int, Ints, Ints, Ints, Ints, Ints]]:
         """Rows of `table_A` by level; actions of equal level do not depend on each other."""
-        bounds = np.cumsum(np.bincount(self._level_A)).tolist()
+        bounds = np.cumsum(np.bincount(self._sorted_level_A)).tolist()
         previous, cause, hop, wait, duration = self.table_A
         return [
             (a, b, previous[a:b], cause[a:b], hop[a:b], wait[a:b], duration[a:b])
@@ -463,145 +457,22 @@ def critical_counts(engine: Engine, durations_R: Floats, hops_R: Floats) -> tupl
     return duration_counts[first:], hop_counts
 
 
-_ROUNDING = 1e-13
-"""Two delays count as equal if they differ by less than this share of the time since the start of the step."""
-_CACHED_SHAPES = 512
-_CACHED_ACTIONS = 1 << 20
-"""Largest sum of the actions of all engines in memory, about 300 MB."""
-
-
-class SteadyEngine(Engine):
-    """Engine that simulates only enough micro-batches to find the period of the pipeline's steady state.
-
-    The state of a pipeline is the time at which each rank is free and each travelling message arrives. After the
-    warm-up the pipeline becomes periodic: one period later, each of these times is larger by the same constant. The
-    ends of actions are a max-plus linear system, so a state that repeats once repeats always (Baccelli et al. 1992,
-    Synchronization and Linearity, section 3.7). The time of a step is therefore the time of a shorter step, plus the
-    constant for each period of micro-batches left out. If no period is found, the whole step is simulated. The result
-    differs from a simulation of the whole schedule only by rounding, some parts in 10^13. The result does not depend on
-    other pipelines priced in the same call.
-    """
-
-    def __init__(self, order: Order) -> None:
-        super().__init__(order)
-        self._shape = order
-
-    def drain_s_SR(self, durations_R: Floats, hops_R: Floats) -> Floats:
-        """Return the ends of the stages' last backwards for several pipelines; arguments as in `Engine.drain_s_SR`."""
-        shape = self._shape
-        drained = np.empty((shape.num_stages, durations_R.shape[1]))
-        # A last group that is not full differs from the full groups, so every tried step ends with an equal group.
-        group, last_group = (shape.group_size, shape.num_microbatches % shape.group_size) if shape.vpp > 1 else (1, 0)
-        # Least number of micro-batches with enough states of the pipeline to find a period.
-        fewest = 4 * group + last_group if shape.vpp > 1 else 2 * shape.pp + 1
-        todo = [(fewest, np.arange(durations_R.shape[1]))]
-        while todo:
-            length, some = todo.pop()
-            if length >= shape.num_microbatches:
-                drained[:, some] = super().drain_s_SR(durations_R[:, some], hops_R[:, some])
-                continue
-            start = _kept(replace(shape, num_microbatches=length), _Start)
-            ended, turns_R, later_s_R = start.price(durations_R[:, some], hops_R[:, some])
-            missing = (shape.num_microbatches - length) // start.turn
-            rest_R = np.where(turns_R > 0, missing % np.maximum(turns_R, 1), -1)
-            done_R = rest_R == 0
-            later_s_R = missing // np.maximum(turns_R, 1) * later_s_R
-            drained[:, some[done_R]] = ended[:, done_R] + later_s_R[done_R]
-            # A multiple of the period must be left out. If no period was found, a longer step is tried.
-            for rest in np.unique(rest_R[~done_R]).tolist():
-                longer = length + rest * start.turn if rest > 0 else 2 * length - last_group
-                todo.append((longer, some[rest_R == rest]))
-        return drained
-
-
-class _Start(Engine):
-    """The schedule with fewer micro-batches, and the indices of the actions whose ends form the pipeline's state."""
-
-    def __init__(self, order: Order) -> None:
-        super().__init__(order)
-        self.turn = order.group_size if order.vpp > 1 else 1
-        """Number of micro-batches after which a rank runs the same sequence of chunks again (a turn)."""
-        self._shape = order
-
-    def price(self, durations_R: Floats, hops_R: Floats) -> tuple[Floats, Ints, Floats]:
-        """Return the result of `drain_s_SR`, the period of each pipeline's steady state, and the delay of a period.
-
-        The period is a number of turns, 0 if no period was found.
-        """
-        places = np.concatenate([self.last_backward_S, *self._states])
-        ends_XR = self.ends_at(places, durations_R, hops_R)
-        drained, *state_TXR = np.split(ends_XR, np.cumsum([len(self.last_backward_S), *map(len, self._states[:-1])]))
-        turns_R = np.zeros(durations_R.shape[1], dtype=np.int64)
-        later_s_R = np.zeros(durations_R.shape[1])
-        left = np.arange(durations_R.shape[1])
-        now_XR, *before_TXR = state_TXR
-        for turns, before_XR in enumerate(before_TXR, 1):
-            later_XR = now_XR[:, left] - before_XR[:, left]
-            most_R = later_XR.max(axis=0)
-            same_R = most_R - later_XR.min(axis=0) <= _ROUNDING * now_XR[:, left].max(axis=0)
-            turns_R[left[same_R]], later_s_R[left[same_R]] = turns, most_R[same_R]
-            left = left[~same_R]
-            if not len(left):
-                break
-        return drained, turns_R, later_s_R
-
-    @cached_property
-    def _states(self) -> list[Ints]:
-        """Indices of the ends that form the pipeline's state: late in the step, then turn by turn earlier.
-
-        A round is one forward and one backward of a rank in the steady part. The pipeline's state is read after round j
-        on rank 0 and, with interleaving, after round j + r on rank r. At these rounds no rank has used a message that
-        is not sent yet. All travelling messages were sent in the last round, or with interleaved groups of g
-        micro-batches in the last g - p + 1 rounds. (Rank r has a warm-up of w(r) forwards, and w(r) - w(r + 1) is 1, or
-        2 with interleaving. From the last rank back to the first rank, a message crosses g chunk passes.)
-        """
-        order = self._shape
-        interleaved = order.vpp > 1
-        warmup_P = order.warmup_P
-        # A last group of micro-batches that is not full belongs to the end of the step, outside the steady part.
-        full = order.num_microbatches // self.turn * self.turn * order.vpp
-        last = full - int(warmup_P[0]) - 1
-        rounds = order.group_size - order.pp + 1 if interleaved else 1
-        rank_P = np.arange(order.pp)
-        first_P = 2 * order.num_microbatches * order.vpp * rank_P + warmup_P
-        per_turn = self.turn * order.vpp
-        states = []
-        for turns in range((last + 1 - rounds) // per_turn + 1):
-            round_P = last - turns * per_turn + (rank_P if interleaved else 0)
-            forward = [first_P + 2 * (round_P - back) for back in range(rounds)]
-            states.append(self.place_A[np.concatenate([*forward, *(places + 1 for places in forward)])])
-        # Longest period in turns that is tried, because messages in a cycle over k ranks repeat after k micro-batches.
-        most_turns = 2 if interleaved else order.pp
-        return states[: most_turns + 1]
+@lru_cache(maxsize=64)
+def _engine_of(order: Order) -> Engine:
+    return Engine(order)
 
 
 def engine_of(
     layout: Layout, num_microbatches: int, *, rendezvous: bool = False, blocking_ends: bool = False
 ) -> Engine:
-    """Return the engine of the schedule that stock Megatron runs for a layout; cached for each `Order`."""
-    order = Order(
-        pp=layout.pp,
-        vpp=layout.vpp,
-        group_size=(layout.microbatch_group_size or layout.pp) if layout.vpp > 1 else 1,
-        num_microbatches=num_microbatches,
-        rendezvous=rendezvous,
-        blocking_ends=blocking_ends,
+    """Return the engine of the schedule that stock Megatron runs for a layout; the last 64 orders are cached."""
+    return _engine_of(
+        Order(
+            pp=layout.pp,
+            vpp=layout.vpp,
+            group_size=(layout.microbatch_group_size or layout.pp) if layout.vpp > 1 else 1,
+            num_microbatches=num_microbatches,
+            rendezvous=rendezvous,
+            blocking_ends=blocking_ends,
+        )
     )
-    return _kept(order, SteadyEngine)
-
-
-_engines: OrderedDict[tuple[type[Engine], Order], Engine] = OrderedDict()
-
-E = TypeVar("E", SteadyEngine, _Start)
-
-
-def _kept(order: Order, make: type[E]) -> E:
-    """Return an engine from the cache, or make it; the cache drops the least recently used engines first."""
-    engine = _engines.pop((make, order), None)
-    if not isinstance(engine, make):
-        engine = make(order)
-        room = _CACHED_ACTIONS - sum(kept.num_prepared for kept in _engines.values())
-        while _engines and (room < 0 or len(_engines) >= _CACHED_SHAPES):
-            room += _engines.popitem(last=False)[1].num_prepared
-    _engines[make, order] = engine
-    return engine

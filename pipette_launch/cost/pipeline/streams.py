@@ -70,7 +70,7 @@ class StreamEngine(Engine):
         return place
 
     @cached_property
-    def _level_A(self) -> Ints:
+    def _sorted_level_A(self) -> Ints:
         return np.sort(np.array(self._rows.level, dtype=np.int64))
 
     @cached_property

@@ -41,7 +41,7 @@ from benchmarks.launchers.job import Job
 from benchmarks.launchers.network import Network
 from benchmarks.telling import processor
 from pipette_launch.facts import files
-from pipette_launch.probe.messages import Sign
+from pipette_launch.probe.progress import Sign
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -25,7 +25,7 @@ from pipette_launch.facts.messages import Decision, RunScript, Stop
 from pipette_launch.facts.outcome import LiveJob
 from pipette_launch.launch.cache import CLUSTER, PLAN, Cache, default_root, distrust
 from pipette_launch.megatron.logs import Iteration
-from pipette_launch.probe.messages import Sign
+from pipette_launch.probe.progress import Sign
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,8 @@ from pipette_launch.launch.terminal import Terminal, parts_words
 from pipette_launch.launch.training import OutcomeTracker, Recovery, Slowdown, device_peaks, has_trained
 from pipette_launch.launch.trials import trial_progress
 from pipette_launch.probe.health import inventory
-from pipette_launch.probe.messages import Sign, WarmupOrder, last_error, last_sign, open_question, wait_s
+from pipette_launch.probe.messages import WarmupOrder, wait_s
+from pipette_launch.probe.progress import Sign, last_error, last_sign, open_question
 from pipette_launch.report.plan import outcome_line
 from pipette_launch.text import say
 

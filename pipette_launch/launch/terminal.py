@@ -18,7 +18,7 @@ from pipette_launch.launch.cache import Cache
 from pipette_launch.launch.options import Options
 from pipette_launch.launch.plan_reports import existing_page
 from pipette_launch.launch.trials import trial_words
-from pipette_launch.probe.messages import PhaseEnd, Sign
+from pipette_launch.probe.progress import PhaseEnd, Sign
 from pipette_launch.report.measured import measured_screen
 from pipette_launch.report.plan import chosen_line, plan_screen
 from pipette_launch.text import HEAD, counted, printable, say

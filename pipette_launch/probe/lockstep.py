@@ -12,7 +12,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.probe.messages import Progress, wait_s
+from pipette_launch.probe.messages import wait_s
+from pipette_launch.probe.progress import Progress
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -47,7 +47,8 @@ from pipette_launch.probe.links import collectives, pairs
 from pipette_launch.probe.links.fits import EarlierLinks, FoundLinks, found_links, group_times
 from pipette_launch.probe.links.selection import STALE, Lines, changed_links
 from pipette_launch.probe.lockstep import Budget, Lockstep
-from pipette_launch.probe.messages import ANSWER, QUESTION, WarmupOrder, WorkerResult, joined
+from pipette_launch.probe.messages import WarmupOrder, WorkerResult, joined
+from pipette_launch.probe.progress import ANSWER, QUESTION
 from pipette_launch.text import counted, hertz_text, listed, plural, rate_text
 from pipette_patches.replacements import megatron_core_version
 

@@ -21,7 +21,8 @@ from pipette_launch.errors import ProbeError
 from pipette_launch.facts import files
 from pipette_launch.probe.health.nvml import is_same_device
 from pipette_launch.probe.lockstep import Budget, Lockstep, WorkerPlace, end_with_parent, worker_place
-from pipette_launch.probe.messages import START, Progress, WarmupOrder
+from pipette_launch.probe.messages import WarmupOrder
+from pipette_launch.probe.progress import START, Progress
 from pipette_launch.text import printable
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from pipette_launch.facts.messages import (
 from pipette_launch.launch.commands import WorkerCommand
 from pipette_launch.launch.hosts import unique_names
 from pipette_launch.planning import replan
-from pipette_launch.probe.messages import Sign, last_error, last_sign
+from pipette_launch.probe.progress import Sign, last_error, last_sign
 
 
 class SignalledWhileDeleted:

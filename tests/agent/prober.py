@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from pipette_launch.probe.messages import Progress
+from pipette_launch.probe.progress import Progress
 
 LIMIT_S = 1.5
 """By when the next sign is due."""

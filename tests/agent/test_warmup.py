@@ -28,7 +28,8 @@ from pipette_launch.agent.store import RoundOver, RoundStore
 from pipette_launch.agent.warmup import NodeReport, Warmup, WorkerState, judge
 from pipette_launch.defaults import START_S, Deadline
 from pipette_launch.facts.messages import RunWarmup
-from pipette_launch.probe.messages import Sign, last_error, last_sign, wait_s
+from pipette_launch.probe.messages import wait_s
+from pipette_launch.probe.progress import Sign, last_error, last_sign
 
 HEALTHY: dict[str, Any] = {"exit_code": None, "status": "sleeping", "error": "", "waits_for": "", "peers": ()}
 WAITING = {"waits_for": "all workers to arrive", "peers": ()}

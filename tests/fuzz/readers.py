@@ -62,7 +62,8 @@ from pipette_launch.megatron.logs import (
 from pipette_launch.megatron.tokenizers import read_vocabulary
 from pipette_launch.planning.machines import machines_of
 from pipette_launch.probe.health.inventory import switches
-from pipette_launch.probe.messages import PhaseEnd, Sign, WarmupOrder, WorkerResult
+from pipette_launch.probe.messages import WarmupOrder, WorkerResult
+from pipette_launch.probe.progress import PhaseEnd, Sign
 from pipette_launch.report.live import live_line, live_screen
 from pipette_launch.report.measured import measured_screen
 from pipette_launch.report.plan import plan_file_screen

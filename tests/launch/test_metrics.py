@@ -33,7 +33,7 @@ from pipette_launch.launch.metrics import (
     read_job,
 )
 from pipette_launch.megatron.logs import Iteration
-from pipette_launch.probe.messages import PhaseEnd, Sign
+from pipette_launch.probe.progress import PhaseEnd, Sign
 
 TWO = plan(Layout(pp=2, dp=2), Layout(tp=2, dp=2))
 RATED = replace(TWO, chosen=replace(TWO.chosen, rate=Rate(tokens_per_s=1000.0, flops_per_s=1e9, mfu=None)), floor_s=0.1)

@@ -24,7 +24,7 @@ from pipette_launch.launch.terminal import (
     running_words,
     ticking,
 )
-from pipette_launch.probe.messages import PhaseEnd, Sign
+from pipette_launch.probe.progress import PhaseEnd, Sign
 
 STARTED = PhaseEnd(phase="start", seconds=3.14, words="")
 COMPUTED = PhaseEnd(phase="compute", seconds=9.86, words="3 shapes")

@@ -18,7 +18,7 @@ from pipette_launch.errors import ProbeError
 from pipette_launch.probe.links.fits import fit_line
 from pipette_launch.probe.links.selection import Line
 from pipette_launch.probe.lockstep import Budget, Lockstep, WorkerPlace, worker_place
-from pipette_launch.probe.messages import Progress, last_sign
+from pipette_launch.probe.progress import Progress, last_sign
 
 SIZES = (8, 65536, 1 << 20)
 

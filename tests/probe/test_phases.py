@@ -24,8 +24,9 @@ from pipette_launch.probe.health.nvml import LoadReading
 from pipette_launch.probe.links.fits import EarlierLinks
 from pipette_launch.probe.links.selection import Line
 from pipette_launch.probe.lockstep import Budget, Lockstep
-from pipette_launch.probe.messages import LinkSamples, Pace, WarmupOrder, WorkerResult, open_question
+from pipette_launch.probe.messages import LinkSamples, Pace, WarmupOrder, WorkerResult
 from pipette_launch.probe.phases import Phases, _groups_words, _links_words, assemble
+from pipette_launch.probe.progress import open_question
 
 RANK: dict[str, Any] = {"rank": 0, "world_size": 1, "timeout_s": 1.0}
 BUDGET = Budget(started_s=0.0, budget_s=1.0, clock=lambda: 0.0)

@@ -12,7 +12,7 @@ from probe.workers import LATE_S, REFERENCE, answer_next, run_workers, tiny_opti
 
 from pipette_launch.facts import ComputeCase, Layout, Measurements, files
 from pipette_launch.facts.messages import Advice, Dimension, MeasuringQuestion, StageCase
-from pipette_launch.probe.messages import last_sign
+from pipette_launch.probe.progress import last_sign
 from pipette_launch.probe.run import main
 
 # Eight seconds on two idle cores, most of it imports; more than ten times that on a busy machine.

@@ -14,7 +14,8 @@ from facts_for_tests import tiny_cluster
 from probe.workers import environment
 
 from pipette_launch.facts import Measurements, files
-from pipette_launch.probe.messages import WarmupOrder, last_sign
+from pipette_launch.probe.messages import WarmupOrder
+from pipette_launch.probe.progress import last_sign
 
 pytestmark = pytest.mark.processes
 

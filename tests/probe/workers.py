@@ -19,7 +19,8 @@ from facts_for_tests import tiny_cluster, tiny_job
 from benchmarks.netlab import compare
 from pipette_launch.facts import ComputeCase, files
 from pipette_launch.facts.messages import Advice, MeasuringQuestion
-from pipette_launch.probe.messages import WarmupOrder, open_question
+from pipette_launch.probe.messages import WarmupOrder
+from pipette_launch.probe.progress import open_question
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 200

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 if "pipette_launch.probe.run" in sys.orig_argv:
-    from pipette_launch.probe.messages import Progress
+    from pipette_launch.probe.progress import Progress
 
     phase, signal = os.environ["FAULT"].split()
     show = Progress._show

@@ -39,7 +39,8 @@ from pipette_launch.probe.compute.own_script import OwnScript
 from pipette_launch.probe.compute.slot_speeds import PaceTest
 from pipette_launch.probe.instruments import CpuMeter, CudaMeter, Peak
 from pipette_launch.probe.lockstep import Budget, Lockstep
-from pipette_launch.probe.messages import Progress, WarmupOrder
+from pipette_launch.probe.messages import WarmupOrder
+from pipette_launch.probe.progress import Progress
 from pipette_patches.run import Program
 from pipette_patches.whole_stage import StageRun
 from pipette_patches.workload import MOST_VARIANTS, OptimizerStep, Part, Workload, WorkloadError

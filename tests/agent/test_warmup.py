@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from agent import prober
-from facts_for_tests import nodes
+from facts_for_tests import nodes as nodes_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore
@@ -203,7 +203,7 @@ def test_the_order_of_slots_does_not_matter(order: list[int], guilty: dict[str, 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 ROOT = Path(__file__).parents[3]
 HOSTS = ("node1", "node2")
-DECISION = RunWarmup(nodes=nodes(*HOSTS, num_slots=2), order="")
+DECISION = RunWarmup(nodes=nodes_of(*HOSTS, num_slots=2), order="")
 
 
 class Watcher:
@@ -474,7 +474,7 @@ def test_launchers_of_4096_ranks_wait_for_late_imports(
     """The imports of 512 nodes end within five minutes of each other, then the warm-up measures for a minute."""
     num_nodes, first_s, now_s = 512, 60.0, 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    many = RunWarmup(nodes=nodes(*(f"node{index}" for index in range(num_nodes)), num_slots=8), order="")
+    many = RunWarmup(nodes=nodes_of(*(f"node{index}" for index in range(num_nodes)), num_slots=8), order="")
     store, ends_s = HashStore(), first_s + apart_s + 60.0
     worker = SimpleNamespace(poll=lambda: 0 if now_s >= ends_s else None)
     deadline_s = wait_s(4096, START_S.of(4096)) + wait_s(4096, 60.0)

@@ -275,7 +275,16 @@ def stage_times(work: LayoutWork, prices: Prices) -> StageTimes:
 
 
 def step_parts(work: LayoutWork, prices: Prices) -> StepTime:
-    """Return the seconds of the step, split into compute and all kinds of waits of the slowest pipeline rank."""
+    """Return the seconds of the step, split into compute and all kinds of waits of the slowest pipeline rank.
+
+    The pipeline of the rank's slowest replica is simulated three times. The differences of its ends are parts:
+
+        pipeline_transfer = end - end without messages
+        parameter_gather  = end without messages - end without messages and gathers, plus gathers after the optimizer
+        bubble            = end without messages and gathers - compute and exchanges of the rank's passes
+        data_parallel     = end of the last reduction - end, plus the loss reduction and exchanges in the passes
+        optimizer         = update of the slowest rank - its gathers after the optimizer
+    """
     durations_D, hops_D = pipelines(work, prices)
     drain_SD = work.engine.drain_s_SR(durations_D, hops_D)
     end = step_end(work, prices, drain_SD.max(axis=1, keepdims=True), durations_D)
@@ -283,14 +292,9 @@ def step_parts(work: LayoutWork, prices: Prices) -> StepTime:
     stages = work.rank_S == rank
     replica = int(drain_SD[stages].max(axis=0).argmax())
     drained_s = float(drain_SD[stages, replica].max())
-    # Simulate the slowest replica's pipeline without messages, then without messages and without waits for gathers.
-    first = 2 * len(work.rank_S)
-    passes_B = durations_D[:, replica]
-    ungathered_B = np.concatenate([passes_B[:first], passes_B[: len(work.rank_S)], passes_B[3 * len(work.rank_S) :]])
-    without_S2 = work.engine.drain_s_SR(np.stack([passes_B, ungathered_B], axis=1), np.zeros((first - 1, 2)))
-    no_hop_s, no_gather_s = without_S2[stages].max(axis=0).tolist()
+    no_hop_s, no_gather_s = _ends_without_waits_s(work, durations_D[:, replica], rank)
     last = int(end.update_s_PN[:, 0].argmax())
-    gather_s = float(end.gather_after_s_PN[last, 0])
+    gather_after_s = float(end.gather_after_s_PN[last, 0])
     breakdown = _busy_s(work, prices, rank, replica)
     bubble_s = no_gather_s - sum(breakdown.values())
     breakdown["pipeline_transfer"] = drained_s - no_hop_s
@@ -299,9 +303,21 @@ def step_parts(work: LayoutWork, prices: Prices) -> StepTime:
     loss_s = float(np.ravel(end.more_loss_s_N)[0])
     breakdown["data_parallel"] = breakdown.get("data_parallel", 0.0) + float(end.finish_s_N[0]) - drained_s + loss_s
     breakdown["embedding_gradients"] = float(end.more_embedding_s_N[0])
-    breakdown["optimizer"] = float(end.update_s_PN[last, 0]) - gather_s
-    breakdown["parameter_gather"] = gather_s + (no_hop_s - no_gather_s)
+    breakdown["optimizer"] = float(end.update_s_PN[last, 0]) - gather_after_s
+    breakdown["parameter_gather"] = gather_after_s + (no_hop_s - no_gather_s)
     return StepTime(total_s=float(end.total_s_N[0]), breakdown_s=breakdown)
+
+
+def _ends_without_waits_s(work: LayoutWork, durations: Floats, rank: int) -> tuple[float, float]:
+    """Return a rank's last end in one pipeline without messages, and without messages and waits for gathers."""
+    stages = len(work.rank_S)
+    ungathered = durations.copy()
+    # A first forward that waits for no gather takes as long as any other forward.
+    ungathered[2 * stages : 3 * stages] = durations[:stages]
+    no_hops = np.zeros((2 * stages - 1, 2))
+    end_S2 = work.engine.drain_s_SR(np.stack([durations, ungathered], axis=1), no_hops)
+    no_hop_s, no_gather_s = end_S2[work.rank_S == rank].max(axis=0).tolist()
+    return no_hop_s, no_gather_s
 
 
 def _busy_s(work: LayoutWork, prices: Prices, rank: int, replica: int) -> dict[str, float]:

@@ -394,7 +394,7 @@ OVERLAP = "--overlap-moe-expert-parallel-comm"
     ("fewer", "more", "signs", "note"),
     [
         # Signs of the changes of memory and step time by the flags in `more`, beside the flags in `fewer`.
-        ("", "--optimizer dist_muon", "++", ""),
+        ("", "--optimizer dist_muon", "+-", "priced by its memory traffic alone"),
         ("", "--optimizer adaptive_muon", "++", ""),
         ("", "--optimizer soap", "++", "--optimizer soap is priced by its memory traffic alone"),
         ("", OFFLOAD, "-0", "Activations go to the host"),

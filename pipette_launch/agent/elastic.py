@@ -1,7 +1,8 @@
 """Pipette's agent of one node, which measures the machines before training, and takes ranks from the plan.
 
-The agent overrides hooks of torch's LocalElasticAgent, and each override calls the original hook. Warm-up and training
-are two phases of ONE rendezvous round, because a second rendezvous would let spare nodes replace measured nodes.
+`PipetteAgent._invoke_run` is the life of a job on this node. torch's agent starts, watches and stops the processes of
+each phase. Warm-up and training are two phases of ONE round, because a second meeting would let spare nodes replace
+measured nodes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from dataclasses import replace
 from typing import Any
 
 from torch.distributed import TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, SignalException
 
@@ -24,24 +32,20 @@ from pipette_launch.agent import signals, workers
 from pipette_launch.agent.first_meeting import MeetingPlace
 from pipette_launch.agent.membership import LeftOut, Membership
 from pipette_launch.agent.phases import Attempt, FirstIteration, PhaseBeforeTraining
-from pipette_launch.agent.rendezvous import Rendezvous, RendezvousSettings
+from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.agent.signature import Signer
 from pipette_launch.agent.store import RoundOver, RoundStore, await_all, open_store, say_goodbye
-from pipette_launch.agent.streams import NoLogs, Streams, WatchedLogs
+from pipette_launch.agent.streams import Streams, WatchedLogs
 from pipette_launch.agent.trial import TrialRun
 from pipette_launch.agent.warmup import SETTLE_S, Warmup
 from pipette_launch.defaults import NEWS_S, PEER_WAIT_S, SIGNALLED_S
-from pipette_launch.errors import ClusterError, PipetteError, UsageError
+from pipette_launch.errors import PipetteError, UsageError
 from pipette_launch.facts.co_location import DeviceBinding, bindings
 from pipette_launch.facts.messages import Decision, Failure, RunScript, RunTraining, RunTrial, RunWarmup, Stop
 from pipette_launch.launch.commands import WorkerCommand
 from pipette_launch.launch.node_controller import NodeController
 
 logger = logging.getLogger(__name__)
-
-
-class _NothingToRun(Exception):  # noqa: N818
-    """The agents decided to stop the job. Without workers, only an exception ends torch's monitoring loop."""
 
 
 class PipetteAgent(LocalElasticAgent):
@@ -60,8 +64,6 @@ class PipetteAgent(LocalElasticAgent):
         **kwargs: Any,
     ) -> None:
         super().__init__(spec, logs_specs, *args, **kwargs)
-        assert isinstance(spec.rdzv_handler, Rendezvous)
-        spec.rdzv_handler.is_round_over = self._is_round_over
         self._controller = controller
         self._place = place
         self._termination = termination
@@ -73,12 +75,8 @@ class PipetteAgent(LocalElasticAgent):
         self._bindings: tuple[DeviceBinding, ...] = ()
         self._store_of_phase: TCPStore | None = None
         self._streams: Streams | None = None
-        self._is_same_round = False
-        """True if the nodes of the last phase stay together, and already have the next decision."""
         self._failed: RunResult | None = None
         """Failure of this node's workers in the last attempt at training."""
-        self._is_called = False
-        """True if an agent called a meeting while this node waited for other nodes to finish."""
         self._attempt = Attempt()
         self._stopped_workers = workers.StoppedWorkers()
         self._starts = self._oom_kills = 0
@@ -100,15 +98,167 @@ class PipetteAgent(LocalElasticAgent):
         )
 
     @property
+    def has_begun(self) -> bool:
+        """True after the start of the first phase, which may have no workers on this node."""
+        return self._first_iteration is not None
+
+    @property
     def is_training(self) -> bool:
         """True if the present or last workers run the training."""
         return self._decision is not None and self._decision.phase == "train"
 
+    # -- the life of a job ----------------------------------------------------------------------------------------
+
+    def run(self, *args: Any, **kwargs: Any) -> RunResult:
+        """Run the job. The cleanup after the loop must not delay a signal to the workers."""
+        signalled = False
+        try:
+            result: RunResult = super().run(*args, **kwargs)
+        except SignalException:
+            signalled = True
+            raise
+        finally:
+            # Read the output again: workers that got a signal may have printed more, as about a saved checkpoint.
+            self._drop_logs(patience_s=SIGNALLED_S if signalled else None)
+            if self._round_store is not None and not signalled:
+                if self._round_store.is_coordinator:
+                    self._place.end()
+                say_goodbye(self._round_store, holds_store=self._round_store.is_coordinator)
+        return result
+
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:  # noqa: ARG002, torch's agents have one role
+        following: Decision | None = None
+        try:
+            while True:
+                try:
+                    if following is None:
+                        self._decision, self._round_store = self._next_round()
+                    else:
+                        self._decision, following = following, None
+                    match self._decision:
+                        case Stop() as stop:
+                            return self._end(stop)
+                        case RunTraining():
+                            return self._train()
+                        case _:
+                            following = self._prepare()
+                except RoundOver as error:
+                    logger.info("the agents meet again: %s", error)
+                self._stop()
+        except SignalException as error:
+            # Other nodes need not wait until this node's workers have ended.
+            self._membership.say_leaving(f"its agent was told to end by {error.sigval.name}")
+            raise
+
+    def _prepare(self) -> Decision:
+        """Run a warm-up or a trial; return the next decision. Raises RoundOver if the agents have to meet again."""
+        self._start()
+        decision, round_store = self._current()
+        phase = self._phase
+        assert phase is not None
+        while not self._is_prepared(decision, round_store, phase):
+            self._check_goes_on(round_store)
+        if phase.absent:
+            self._membership.leave_behind(decision.tokens_of(phase.absent), "its agent does not answer")
+            raise RoundOver(f"{', '.join(phase.absent)} did not answer")
+        self._stop_workers(self._worker_group)
+        if self._bindings and decision.phase == "warmup":
+            self._await_all(decision, round_store)
+        return phase.following()
+
+    def _is_prepared(self, decision: Decision, round_store: RoundStore, phase: PhaseBeforeTraining) -> bool:
+        """Return whether a warm-up or trial is over on all nodes, because the workers are done, fail or hang."""
+        time.sleep(self._worker_group.spec.monitor_interval)
+        self._termination.check()
+        if decision.phase == "warmup" and not self._bindings:
+            return round_store.glance("over/warmup")
+        return phase.look(workers.processes(self._pcontext) if self._bindings else {}, self._bindings)
+
+    def _train(self) -> RunResult:
+        """Train until all nodes have finished. Raises RoundOver if the agents have to meet again."""
+        self._start()
+        decision, round_store = self._current()
+        while (result := self._look(decision, round_store)).state is WorkerState.HEALTHY:
+            self._check_goes_on(round_store)
+        self._worker_group.state = result.state
+        if result.state is not WorkerState.SUCCEEDED:
+            self._note_failure(result, round_store)
+            raise RoundOver("workers failed")
+        if self._bindings:
+            try:
+                self._await_all(decision, round_store)
+            except RoundOver:
+                self._attempt = replace(self._attempt, ended="done")
+                raise
+        return result
+
+    def _look(self, decision: Decision, round_store: RoundStore) -> RunResult:
+        """Return the state of this node's training."""
+        time.sleep(self._worker_group.spec.monitor_interval)
+        self._termination.check()
+        if not self._bindings:
+            is_over = round_store.glance(f"over/{decision.phase}")
+            return self._succeeded() if is_over else RunResult(state=WorkerState.HEALTHY)
+        if not callable(self._worker_group.spec.entrypoint):
+            self._stopped_workers.end(workers.processes(self._pcontext))
+        result: RunResult = self._monitor_workers(self._worker_group)
+        assert self._first_iteration is not None
+        self._first_iteration.share()
+        if result.state is WorkerState.HEALTHY and round_store.is_over():
+            time.sleep(SETTLE_S)
+            result = self._monitor_workers(self._worker_group)
+        return result
+
+    def _check_goes_on(self, round_store: RoundStore) -> None:
+        """Raise RoundOver if the agents have to meet again; call a meeting if this node's steps became slower."""
+        if self._controller.slowed:
+            round_store.put("alarm", self._controller.slowed)
+        round_store.check_goes_on()
+
+    def _await_all(self, decision: Decision, round_store: RoundStore) -> None:
+        """Wait until all nodes have finished the phase. Raises RoundOver if an agent called a meeting."""
+        if not await_all(round_store, decision.phase, num_nodes=len(decision.tokens)):
+            raise RoundOver("a node calls a meeting")
+
+    def _note_failure(self, result: RunResult, round_store: RoundStore) -> None:
+        """Agree with all nodes whether the job died before its first iteration, and call all nodes to a meeting."""
+        assert self._first_iteration is not None
+        self._failed = result
+        # First read the last lines of the workers' output, because these lines may report an iteration.
+        self._close_streams()
+        trained = self._first_iteration.has_trained(wait_s=NEWS_S) or self._controller.trained(
+            lived_s=time.monotonic() - self._attempt.began_s,
+            exit_codes={failure.exitcode for failure in result.failures.values()},
+        )
+        ended = self._first_iteration.settle(trained=trained)
+        self._attempt = replace(self._attempt, ended=ended, failure=self._describe(result))
+        round_store.say("alarm", "workers failed")
+
+    def _describe(self, result: RunResult) -> Failure | None:
+        ranks = [binding.rank for binding in self._bindings]
+        found = workers.first_failure(result, ranks, self._streams.tail if self._streams else lambda _local: ())
+        return workers.as_oom_kill(found, kills=workers.oom_kills() - self._oom_kills)
+
+    def _end(self, decision: Stop) -> RunResult:
+        """End the job, after a dry run or an error."""
+        _, round_store = self._current()
+        if decision.failed and self._failed is None:
+            raise (UsageError if decision.is_misuse else PipetteError)(decision.reason)
+        self._controller.show(decision, speaks=round_store.is_coordinator)
+        # torch prints the failure of this node, with the error file, as under torchrun.
+        result = self._failed or self._succeeded()
+        self._worker_group.state = result.state
+        return result
+
+    def _succeeded(self) -> RunResult:
+        ranks = [worker.global_rank for worker in self._worker_group.workers]
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+
     # -- the round ------------------------------------------------------------------------------------------------
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        has_met, self._is_same_round = self._is_same_round, False
-        while not has_met:
+    def _next_round(self) -> tuple[Decision, RoundStore]:
+        """Meet the other agents; return the decision for all agents, and the store of the round."""
+        while True:
             # torchrun's events of a rendezvous are those of the start of a job.
             timed = nullcontext if self._membership.has_joined else self.record_duration
             if not self._membership.has_joined:
@@ -116,11 +266,9 @@ class PipetteAgent(LocalElasticAgent):
                     self._membership.join(self._place)
             try:
                 with timed("ASSIGN_WORKER_RANKS"):
-                    self._decision, self._round_store = self._meet()
-                has_met = True
+                    return self._meet()
             except LeftOut:  # The other nodes went on, so this agent's last decision is outdated.
                 self._decision, self._attempt = None, Attempt()
-        self._apply(worker_group)
 
     def _meet(self) -> tuple[Decision, RoundStore]:
         """Describe this node to the other nodes, and receive the decision for all nodes."""
@@ -132,7 +280,14 @@ class PipetteAgent(LocalElasticAgent):
         self._attempt = Attempt(index=last.index)
         return met
 
-    def _apply(self, worker_group: Any) -> None:
+    def _current(self) -> tuple[Decision, RoundStore]:
+        assert self._decision is not None
+        assert self._round_store is not None
+        return self._decision, self._round_store
+
+    # -- the workers ----------------------------------------------------------------------------------------------
+
+    def _rendezvous(self, worker_group: Any) -> None:
         """Give each worker the RANK of its slot, and open the job's own store on the node of RANK 0."""
         decision, round_store = self._current()
         ranks = decision.ranks_of(self._token)
@@ -171,12 +326,9 @@ class PipetteAgent(LocalElasticAgent):
             return range(decision.num_ranks)
         return sorted(rank for token in tokens for rank in decision.ranks_of(token))
 
-    # -- the workers ----------------------------------------------------------------------------------------------
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start(self) -> None:
+        """Start the workers of the decided phase."""
         decision, round_store = self._current()
-        if not isinstance(decision, RunWarmup | RunScript):
-            raise _NothingToRun
         self._drop_logs()
         self._phase = None
         if isinstance(decision, RunWarmup):
@@ -185,23 +337,28 @@ class PipetteAgent(LocalElasticAgent):
             self._phase = TrialRun(self._controller, round_store, decision, self._token)
         training = decision if isinstance(decision, RunTraining) else None
         self._first_iteration = FirstIteration(round_store, proven=training is not None and training.proven)
-        if self._bindings:
-            self._set_up(worker_group.spec, decision)
-        else:
-            # On a node without workers, torch's agent still starts zero workers, and so installs its signal handlers.
-            # The entrypoint is a program, because torch cannot start zero workers of a function.
-            worker_group.spec.entrypoint, worker_group.spec.args = sys.executable, ()
-            self._logs_specs = NoLogs()
         self._attempt = Attempt(index=training.attempt if training else -1, began_s=time.monotonic())
-        self._failed, self._is_called, self._oom_kills = None, False, workers.oom_kills()
+        self._failed, self._oom_kills = None, workers.oom_kills()
         # torch counts restarts of each node, but the decision counts restarts of the job.
         self._remaining_restarts = decision.restarts_left
-        self._controller.show(decision, speaks=round_store.is_coordinator)
+        if self._token not in decision.tokens:
+            # torch installs the handlers of its signals when it starts workers.
+            self._termination.install()
+            self._rendezvous(self._worker_group)
+            self._controller.show(decision, speaks=round_store.is_coordinator)
+            return
         self._termination.held_by = os.getpid()
         try:
-            return dict(super()._start_workers(worker_group))
+            self._initialize_workers(self._worker_group)
         finally:
             self._termination.held_by = 0
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        decision, round_store = self._current()
+        assert isinstance(decision, RunWarmup | RunScript)
+        self._set_up(worker_group.spec, decision)
+        self._controller.show(decision, speaks=round_store.is_coordinator)
+        return dict(super()._start_workers(worker_group))
 
     def _set_up(self, spec: WorkerSpec, decision: RunWarmup | RunScript) -> None:
         """Set command, output and variables of the workers."""
@@ -234,136 +391,7 @@ class PipetteAgent(LocalElasticAgent):
         if self._controller.saw_line(line) is not None and self._first_iteration is not None:
             self._first_iteration.see()
 
-    def _stop_workers(self, *args: Any, **kwargs: Any) -> None:
-        super()._stop_workers(*args, **kwargs)
+    def _stop(self) -> None:
+        self._stop_workers(self._worker_group)
         workers.end_children(self._pcontext)
         self._close_streams()
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._termination.check()
-        decision, round_store = self._current()
-        if decision.phase == "trial" or (decision.phase == "warmup" and self._bindings):
-            return self._monitor_before_training(worker_group)
-        if not self._bindings:
-            is_over = round_store.glance(f"over/{decision.phase}")
-            return self._succeeded(worker_group) if is_over else RunResult(state=WorkerState.HEALTHY)
-        if not callable(worker_group.spec.entrypoint):
-            self._stopped_workers.end(workers.processes(self._pcontext))
-        result: RunResult = super()._monitor_workers(worker_group)
-        assert self._first_iteration is not None
-        self._first_iteration.share()
-        if result.state is WorkerState.HEALTHY and round_store.is_over():
-            time.sleep(SETTLE_S)
-            result = super()._monitor_workers(worker_group)
-        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            self._note_failure(result, round_store, self._first_iteration)
-        return result
-
-    def _monitor_before_training(self, worker_group: WorkerGroup) -> RunResult:
-        """End the warm-up or trial on all nodes when the workers are done, fail or hang."""
-        assert self._phase is not None
-        if not self._phase.look(workers.processes(self._pcontext), self._bindings):
-            return RunResult(state=WorkerState.HEALTHY)
-        absent = self._phase.absent
-        if absent:
-            self._membership.leave_behind(self._current()[0].tokens_of(absent), "its agent does not answer")
-            raise RoundOver(f"{', '.join(absent)} did not answer")
-        super()._stop_workers(worker_group)
-        return self._succeeded(worker_group)
-
-    def _note_failure(self, result: RunResult, round_store: RoundStore, first_iteration: FirstIteration) -> None:
-        """Agree with all nodes whether the job died before its first iteration, and call all nodes to a meeting."""
-        self._failed = result
-        # Raise the remaining restarts, because torch lowers this number, but only a decision of all nodes ends the job.
-        self._remaining_restarts += 1
-        # First read the last lines of the workers' output, because these lines may report an iteration.
-        self._close_streams()
-        trained = first_iteration.has_trained(wait_s=NEWS_S) or self._controller.trained(
-            lived_s=time.monotonic() - self._attempt.began_s,
-            exit_codes={failure.exitcode for failure in result.failures.values()},
-        )
-        ended = first_iteration.settle(trained=trained)
-        self._attempt = replace(self._attempt, ended=ended, failure=self._describe(result))
-        round_store.say("alarm", "workers failed")
-
-    def _describe(self, result: RunResult) -> Failure | None:
-        ranks = [binding.rank for binding in self._bindings]
-        found = workers.first_failure(result, ranks, self._streams.tail if self._streams else lambda _local: ())
-        return workers.as_oom_kill(found, kills=workers.oom_kills() - self._oom_kills)
-
-    # -- the end --------------------------------------------------------------------------------------------------
-
-    def run(self, *args: Any, **kwargs: Any) -> RunResult:
-        """Run the job. The cleanup after torch's loop must not delay a signal to the workers."""
-        signalled = False
-        try:
-            result: RunResult = super().run(*args, **kwargs)
-        except SignalException:
-            signalled = True
-            raise
-        finally:
-            # Read the output again: workers that got a signal may have printed more, as about a saved checkpoint.
-            self._drop_logs(patience_s=SIGNALLED_S if signalled else None)
-            if self._round_store is not None and not signalled:
-                if self._round_store.is_coordinator:
-                    self._place.end()
-                say_goodbye(self._round_store, holds_store=self._round_store.is_coordinator)
-        return result
-
-    def _invoke_run(self, *args: Any, **kwargs: Any) -> RunResult:
-        while True:
-            try:
-                result: RunResult = super()._invoke_run(*args, **kwargs)
-                if self._is_called:
-                    continue
-                if self.is_training:
-                    return result
-                assert self._phase is not None
-                self._decision = self._phase.following()
-                self._is_same_round = True
-            except _NothingToRun:
-                return self._end(*self._current())
-            except RoundOver as error:
-                logger.info("the agents meet again: %s", error)
-                self._stop_workers(self._worker_group)
-            except SignalException as error:
-                # Other nodes need not wait until this node's workers have ended.
-                self._membership.say_leaving(f"its agent was told to end by {error.sigval.name}")
-                raise
-
-    def _end(self, decision: Decision, round_store: RoundStore) -> RunResult:
-        """End the job without training, after a dry run or an error."""
-        if isinstance(decision, Stop) and decision.failed and self._failed is None:
-            raise (UsageError if decision.is_misuse else PipetteError)(decision.reason)
-        self._controller.show(decision, speaks=round_store.is_coordinator)
-        # torch prints the failure of this node, with the error file, as under torchrun.
-        return self._failed or self._succeeded(self._worker_group)
-
-    def _exit_barrier(self) -> None:
-        """Wait until all nodes have finished the phase. A failed node that calls a meeting ends the wait."""
-        decision, round_store = self._current()
-        if not self._bindings or decision.phase == "trial":
-            return
-        self._in_exit_barrier = True
-        try:
-            self._is_called = not await_all(round_store, decision.phase, num_nodes=len(decision.tokens))
-            if self._is_called and decision.phase == "train":
-                self._attempt = replace(self._attempt, ended="done")
-        finally:
-            self._in_exit_barrier = False
-
-    def _is_round_over(self) -> bool:
-        _, round_store = self._current()
-        if self._controller.slowed:
-            round_store.put("alarm", self._controller.slowed)
-        return round_store.is_over()
-
-    def _succeeded(self, worker_group: WorkerGroup) -> RunResult:
-        return RunResult(
-            state=WorkerState.SUCCEEDED, return_values={worker.global_rank: None for worker in worker_group.workers}
-        )
-
-    def _current(self) -> tuple[Decision, RoundStore]:
-        if self._decision is None or self._round_store is None:
-            raise ClusterError("no rendezvous has taken place yet")
-        return self._decision, self._round_store

@@ -79,9 +79,6 @@ def run(
     settings = rendezvous.settings_of(args, advice=advice)
     allow_connections(settings.most_nodes, torchrun.determine_local_world_size(args.nproc_per_node))
     signer = signature.find(secret_folder, os.environ, most_nodes=settings.most_nodes)
-    store, holds_store = endpoint.open_store(settings)
-    place = MeetingPlace(store, settings, holds_store=holds_store)
-    rendezvous.take_over(args, settings)
     controller = make_controller(settings)
     agent: PipetteAgent | None = None
     termination = signals.Termination()
@@ -106,6 +103,9 @@ def run(
         _in_place_of(launcher, "LocalElasticAgent", make_agent),
     ):
         try:
+            store, holds_store = endpoint.open_store(settings)
+            place = MeetingPlace(store, settings, holds_store=holds_store)
+            rendezvous.take_over(args, settings)
             torchrun.run(args)  # type: ignore[no-untyped-call]
         finally:
             signer.end()
@@ -142,10 +142,10 @@ def _running(agent: PipetteAgent) -> set[int]:
 
 
 def _workers(agent: PipetteAgent) -> set[int] | None:
-    """Return the process ids of the workers that run; None before the first start of workers."""
+    """Return the process ids of the workers that run; None before the first phase."""
     context = agent._pcontext  # noqa: SLF001
     if context is None:
-        return None
+        return set() if agent.has_begun else None
     # The id of an ended worker may belong to another process by now.
     return set(context.pids().values()) & {child.pid for child in psutil.Process().children()}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -220,8 +219,6 @@ class Rendezvous(RendezvousHandler):
     def __init__(self, parameters: RendezvousParameters) -> None:
         """Take the settings of torch's launcher."""
         self._run_id = parameters.run_id
-        self.is_round_over: Callable[[], bool] = bool
-        """Returns True if the agents have to meet."""
 
     @property
     def use_agent_store(self) -> bool:
@@ -248,8 +245,8 @@ class Rendezvous(RendezvousHandler):
         """Do nothing."""
 
     def num_nodes_waiting(self) -> int:
-        """Return 1 if the agents have to meet, so that torch's loop restarts; else 0, even if new nodes wait."""
-        return int(self.is_round_over())
+        """Return 0: the agents let new nodes in by themselves."""
+        return 0
 
     def shutdown(self) -> bool:
         """Do nothing."""

@@ -123,6 +123,12 @@ class Termination:
         self.held_by = 0
         """This process while torch starts workers: an exception would make torch lose workers that run already."""
 
+    def install(self) -> None:
+        """Handle the signals of --signals-to-handle, as torch does after the first start of workers."""
+        for name in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(","):
+            if threading.current_thread() is threading.main_thread() and hasattr(signal, name):
+                signal.signal(getattr(signal, name), self.handle)
+
     def handle(self, number: int, _frame: FrameType | None = None) -> None:
         """Remember a signal and raise SignalException, as torch's handler does."""
         self._number = number

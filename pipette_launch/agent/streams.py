@@ -236,20 +236,3 @@ class QuietLogs(DefaultLogsSpecs):
         for streams in (destinations.stdouts, destinations.stderrs):
             streams.update(dict.fromkeys(streams, os.devnull))
         return destinations
-
-
-class NoLogs(LogsSpecs):
-    """Log settings of a node without workers."""
-
-    @property
-    def root_log_dir(self) -> str:
-        """Return the null device."""
-        return os.devnull
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:  # noqa: ARG002
-        """Return the null device for the lines that torch filters from all workers, and no other file."""
-        destinations = LogsDest()
-        for name in ("filtered_stdout", "filtered_stderr"):
-            if hasattr(destinations, name):
-                setattr(destinations, name, os.devnull)
-        return destinations

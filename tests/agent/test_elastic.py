@@ -63,7 +63,7 @@ def start(
         "TMPDIR": str(folder),
         "NODE": node,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'patches'}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'patches'}:{ROOT / 'tests'}",
         "CUDA_VISIBLE_DEVICES": "4,5",
     }
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)

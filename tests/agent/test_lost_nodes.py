@@ -144,14 +144,12 @@ def test_an_agent_that_was_left_out_brings_nothing_along(monkeypatch: pytest.Mon
     agent.__dict__.update(
         _decision=old,
         _attempt=failed,
-        _is_same_round=False,
         _membership=SimpleNamespace(has_joined=False, join=lambda _place: None),
         _place=None,
         _meet=meet,
     )
-    monkeypatch.setattr(PipetteAgent, "_apply", lambda *_: None)
     monkeypatch.setattr(PipetteAgent, "record_duration", lambda *_: contextlib.nullcontext())
-    agent._rendezvous(SimpleNamespace())  # type: ignore[arg-type]
+    agent._next_round()
 
     assert [(old, failed), (None, Attempt())] == brought
 
@@ -204,9 +202,9 @@ def test_an_agent_that_vanishes_is_named(tmp_path: Path) -> None:
     finish(gone)
 
     assert [1] == codes, text
-    assert re.search(
-        r"is lost \(its agent does not answer\).*--nnodes needs 2|reaches 1 of 2 nodes that may still run", text
-    ), text
+    # On a busy machine its neighbour finds its silence first.
+    why = r"is lost \((its agent does not answer|silent for 6 s)\)"
+    assert re.search(rf"{why}.*--nnodes needs 2|reaches 1 of 2 nodes that may still run", text), text
     ends_s = time.monotonic() + 10
     while any(map(psutil.pid_exists, pids.values())) and time.monotonic() < ends_s:
         time.sleep(0.05)

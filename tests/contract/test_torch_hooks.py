@@ -14,29 +14,39 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.api import RendezvousHandlerRegistry
 from torch.distributed.launcher import api as launcher
 
+from pipette_launch.agent.elastic import PipetteAgent
 from pipette_launch.agent.rendezvous import Rendezvous
 
 AGENT = local_elastic_agent.LocalElasticAgent
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("_rendezvous", ["self", "worker_group"]),
-        ("_start_workers", ["self", "worker_group"]),
-        ("_stop_workers", ["self", "worker_group"]),
-        ("_monitor_workers", ["self", "worker_group"]),
-        ("_initialize_workers", ["self", "worker_group"]),
-        ("_restart_workers", ["self", "worker_group"]),
-        ("_invoke_run", ["self", "role"]),
-        ("_exit_barrier", ["self"]),
-    ],
-)
+HOOKS = {
+    "_invoke_run": ["self", "role"],
+    "_rendezvous": ["self", "worker_group"],
+    "_start_workers": ["self", "worker_group"],
+}
+"""Private methods of torch's agent that ours overrides."""
+CALLED = {
+    "_initialize_workers": ["self", "worker_group"],
+    "_monitor_workers": ["self", "worker_group"],
+    "_stop_workers": ["self", "worker_group"],
+}
+"""Other private methods of torch's agent that ours calls."""
+
+
+@pytest.mark.parametrize(("name", "parameters"), (HOOKS | CALLED).items(), ids=HOOKS | CALLED)
 def test_agent_hooks(name: str, parameters: list[str]) -> None:
-    """Each hook exists with the parameters that we take or pass on."""
+    """Each method exists with the parameters that we take or pass on."""
     found = list(inspect.signature(inspect.unwrap(getattr(AGENT, name))).parameters)
 
     assert parameters == found[: len(parameters)]
+
+
+def test_three_hooks_are_overridden() -> None:
+    """A new override of a private method of torch has to be listed here."""
+    methods = {name for name, value in vars(PipetteAgent).items() if inspect.isfunction(value)}
+
+    assert {*HOOKS, "run", "__init__"} == {name for name in methods if hasattr(AGENT, name)}
 
 
 def test_the_agent_is_named_once() -> None:

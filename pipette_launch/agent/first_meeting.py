@@ -54,7 +54,10 @@ class MeetingPlace:
     def __init__(self, store: Store, settings: RendezvousSettings, *, holds_store: bool) -> None:
         """Use the store; `holds_store` is true if this process holds it, so that it always answers."""
         prefix = f"pipette/{settings.run_id}"
-        self._store = AgentStore(store, prefix, limit_s=None if holds_store else FIRST_ANSWER_S)
+        self._patient = AgentStore(store, prefix, limit_s=None if holds_store else FIRST_ANSWER_S)
+        self._quick = AgentStore(store, prefix, limit_s=None if holds_store else PROOF_S)
+        """The store as later meetings use it, which must not wait for a host that is lost."""
+        self._store = self._patient
         self._settings = settings
         self._holds_store = holds_store
         if holds_store:
@@ -75,6 +78,7 @@ class MeetingPlace:
         Raises ClusterError if the job has ended, or the store is gone.
         """
         self._began_s, self._next_line_s, self._is_late = time.monotonic(), FIRST_LINE_S, False
+        self._store = self._patient
         try:
             if why := self._store.peek("ended"):
                 raise ClusterError(why if why != ENDED else self._ended_before())
@@ -208,6 +212,7 @@ class MeetingPlace:
 
         `after` is the largest number that earlier meetings know. Nothing is found if the store is gone.
         """
+        self._store = self._quick
         try:
             found, last = self._newcomers(after, {})
         except StoreGone as error:

@@ -15,7 +15,7 @@ from screens import NEW, OLD, SCREENS, at_width, choice, drawn, plan, shown, sho
 from pipette_launch.facts import Layout, Samples
 from pipette_launch.facts.outcome import Outcome, PeakReading
 from pipette_launch.facts.plan import Rate, Setting, Trial, Trials
-from pipette_launch.facts.schedule import ScheduleFile, one_forward_one_backward
+from pipette_launch.facts.schedule import ScheduleFile, schedule_of
 from pipette_launch.report.plan import outcome_line, plan_file_screen, rank_ranges
 from pipette_launch.report.screen import arguments_diff
 
@@ -214,7 +214,7 @@ def test_flags_to_paste_stay_whole() -> None:
 def test_a_schedule_that_megatron_lacks_is_said_beside_the_flags() -> None:
     """Flags alone would run another."""
     cluster = tiny_cluster(1, 2)
-    order = replace(ScheduleFile.of(one_forward_one_backward(2, 4)), name="zb-1p")
+    order = replace(ScheduleFile.of(schedule_of(Layout(pp=2), 4)), name="zb-1p")
     own = choice(Layout(dp=2), 2.0)
     setting = Setting(
         script="train.py",

@@ -151,7 +151,7 @@ class Trainer:
                 yield [length * sequences, layout.micro_batch_size, model.hidden_size]
 
         group = layout.microbatch_group_size or layout.pp
-        turns = [turn for _, turn in schedule_table(layout.vpp, self.num_microbatches, group)]
+        turns = schedule_table(layout.vpp, self.num_microbatches, group)[1].tolist()
         received = shapes(turn * layout.pp + self.pp_rank - 1 for turn in turns)
         gradients = shapes((layout.vpp - 1 - turn) * layout.pp + self.pp_rank for turn in turns)
 

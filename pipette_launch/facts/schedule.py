@@ -27,15 +27,13 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain
+from functools import cached_property, lru_cache
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipette_launch.errors import FactError, LayoutError, UsageError
-from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.layout import Ints, Layout
 
 Kind = Literal["F", "B", "I", "W"]
 Placement = Literal["loop", "v"]
@@ -82,11 +80,11 @@ def rank_of(stage: int, *, pp: int, placement: Placement) -> int:
 class Columns(NamedTuple):
     """All actions of a schedule as arrays, sorted by rank, then by order of execution."""
 
-    rank_A: NDArray[np.int64]
-    stage_A: NDArray[np.int64]
-    kind_A: NDArray[np.int64]
+    rank_A: Ints
+    stage_A: Ints
+    kind_A: Ints
     """Kind of each action as an index into `KINDS`."""
-    microbatch_A: NDArray[np.int64]
+    microbatch_A: Ints
 
     def action(self, index: int) -> Action:
         """Return one action of the schedule."""
@@ -198,7 +196,7 @@ class Schedule:
         return rank_of(stage, pp=self.pp, placement=self.placement)
 
 
-def positions(columns: Columns, *, num_stages: int, num_microbatches: int) -> NDArray[np.int64]:
+def positions(columns: Columns, *, num_stages: int, num_microbatches: int) -> Ints:
     """Return the index of each action as an array [stage, kind, micro-batch]. -1 = the schedule has no such action."""
     place_SKM = np.full((num_stages, len(KINDS), num_microbatches), _NOWHERE)
     place_SKM[columns.stage_A, columns.kind_A, columns.microbatch_A] = np.arange(len(columns.stage_A))
@@ -439,7 +437,7 @@ def _hop(message: Message, times: PassTimes) -> int:
     return times.backward_hop[message.stage - 1] if message.is_gradient else times.forward_hop[message.stage]
 
 
-Count = TypeVar("Count", int, NDArray[np.int64])
+Count = TypeVar("Count", int, Ints)
 
 EXECUTABLE = ("zb-1p", "v-zb", "v-half", "v-min")
 """Names of the additional schedules that a plan may choose and that the patch `schedules` executes."""
@@ -458,86 +456,108 @@ def schedule_names(given: str) -> tuple[str, ...]:
     return names
 
 
-@lru_cache(maxsize=256)
-def no_pipelining(microbatches: int) -> Schedule:
-    """Return a schedule with forward and backward of each micro-batch in turn (forward_backward_no_pipelining)."""
-    return _schedule("no-pipelining", _whole_backwards([0], microbatches), microbatches)
+@dataclass(frozen=True, kw_only=True)
+class StockSchedule:
+    """Schedule of stock Megatron (get_forward_backward_func, lines 45-151): 1F1B, plain or interleaved.
 
-
-@lru_cache(maxsize=256)
-def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
-    """Return 1F1B: rank r runs pp - r - 1 forwards ahead, then one forward and one backward in turn (line 2093)."""
-    return _schedule("1f1b", _whole_backwards(range(stages)[::-1], microbatches), microbatches)
-
-
-@lru_cache(maxsize=256)
-def interleaved(pp: int, vpp: int, microbatches: int, group_size: int) -> Schedule:
-    """Return Megatron's interleaved 1F1B: `group_size` micro-batches go through one chunk before the next chunk.
-
-    Rank r runs 2(pp - r - 1) + (vpp - 1) * group_size chunk forwards ahead (lines 762-786). Each rank has `vpp` chunks.
-    Forwards and backwards follow the schedule table (line 798), but the backwards reverse the chunks. Raise LayoutError
-    if Megatron would refuse these numbers (lines 996-1019).
+    Each rank runs forwards ahead, then one forward and one backward in turn, then the remaining backwards. Without
+    pipelining (pp = 1) the backward of each micro-batch follows its forward. Raise LayoutError if Megatron would refuse
+    this combination of pp, vpp and micro-batches (lines 996-1019).
     """
-    check_interleaving(pp=pp, vpp=vpp, microbatches=microbatches, group_size=group_size)
-    ahead = [num_warmup(pp, vpp, group_size, rank) for rank in range(pp)]
-    return _schedule("interleaved-1f1b", _whole_backwards(ahead, microbatches, vpp, group_size), microbatches, vpp)
+
+    pp: int
+    vpp: int
+    group_size: int
+    """Micro-batches that a rank runs through one chunk before its next chunk; not used without interleaving."""
+    num_microbatches: int
+
+    def __post_init__(self) -> None:
+        group_size, microbatches = self.group_size, self.num_microbatches
+        if self.vpp == 1:
+            return
+        if self.pp < 2:
+            raise LayoutError(f"an interleaved schedule needs pp > 1, got pp={self.pp} and vpp={self.vpp}")
+        if not self.pp <= group_size <= microbatches:
+            raise LayoutError(
+                f"micro-batch group size {group_size} must lie between pp={self.pp} and the {microbatches} "
+                f"micro-batches of a step; take fewer pipeline ranks or a smaller micro-batch"
+            )
+        if 0 < microbatches % group_size < self.pp:
+            raise LayoutError(
+                f"{microbatches} micro-batches leave a last group of {microbatches % group_size} after groups of "
+                f"{group_size}; the last group must be empty or hold at least pp={self.pp}"
+            )
+
+    @classmethod
+    def of(cls, layout: Layout, num_microbatches: int) -> StockSchedule:
+        """Return the schedule that stock Megatron runs for a layout."""
+        group_size = (layout.microbatch_group_size or layout.pp) if layout.vpp > 1 else 1
+        return cls(pp=layout.pp, vpp=layout.vpp, group_size=group_size, num_microbatches=num_microbatches)
+
+    @property
+    def name(self) -> str:
+        """Name of the schedule, equal to `Layout.schedule_name`."""
+        return Layout(pp=self.pp, vpp=self.vpp).schedule_name
+
+    @property
+    def num_stages(self) -> int:
+        """Number of model chunks."""
+        return self.pp * self.vpp
+
+    @property
+    def rank_S(self) -> tuple[int, ...]:
+        """Pipeline rank of each stage."""
+        return tuple(stage % self.pp for stage in range(self.num_stages))
+
+    @property
+    def warmup_P(self) -> Ints:
+        """Number of forwards that each rank runs ahead, if there are enough micro-batches."""
+        if self.vpp == 1:
+            return np.arange(self.pp - 1, -1, -1)
+        return np.array([num_warmup(self.pp, self.vpp, self.group_size, rank) for rank in range(self.pp)])
+
+    @cached_property
+    def columns(self) -> Columns:
+        """All actions of the schedule as arrays."""
+        microbatch_N, chunk_N = schedule_table(self.vpp, self.num_microbatches, self.group_size)
+        forwards = len(chunk_N)
+        index_N = np.arange(forwards)
+        rank_P1 = np.arange(self.pp)[:, None]
+        ahead_P1 = np.minimum(self.warmup_P, forwards)[:, None]
+        rows = rank_P1 * 2 * forwards
+        forward_PN = rows + np.where(index_N < ahead_P1, index_N, 2 * index_N - ahead_P1)
+        backward_PN = rows + np.where(index_N < forwards - ahead_P1, 2 * index_N + ahead_P1 + 1, index_N + forwards)
+        stage_A, kind_A, microbatch_A = (np.empty(2 * forwards * self.pp, dtype=np.int64) for _ in range(3))
+        stage_A[forward_PN] = chunk_N * self.pp + rank_P1
+        # A rank runs the backwards of its chunks in reverse order.
+        stage_A[backward_PN] = (self.vpp - 1 - chunk_N) * self.pp + rank_P1
+        kind_A[forward_PN], kind_A[backward_PN] = FORWARD, BACKWARD
+        microbatch_A[forward_PN] = microbatch_A[backward_PN] = microbatch_N
+        return Columns(np.repeat(np.arange(self.pp), 2 * forwards), stage_A, kind_A, microbatch_A)
 
 
-def _schedule(name: str, ranks: Ranks, microbatches: int, vpp: int = 1) -> Schedule:
-    return Schedule(name=name, pp=len(ranks), vpp=vpp, num_microbatches=microbatches, ranks=ranks)
-
-
-def check_interleaving(*, pp: int, vpp: int, microbatches: int, group_size: int) -> None:
-    """Raise LayoutError if Megatron's interleaved schedule would refuse to run (lines 996-1019)."""
-    if pp < 2 or vpp < 2:
-        raise LayoutError(f"an interleaved schedule needs pp > 1 and vpp > 1, got pp={pp} and vpp={vpp}")
-    if not pp <= group_size <= microbatches:
-        raise LayoutError(
-            f"micro-batch group size {group_size} must lie between pp={pp} and the {microbatches} micro-batches of a "
-            f"step; take fewer pipeline ranks or a smaller micro-batch"
-        )
-    if 0 < microbatches % group_size < pp:
-        raise LayoutError(
-            f"{microbatches} micro-batches leave a last group of {microbatches % group_size} after groups of "
-            f"{group_size}; the last group must be empty or hold at least pp={pp}"
-        )
-
-
-def schedule_table(vpp: int, microbatches: int, group_size: int) -> tuple[tuple[int, int], ...]:
-    """Return (micro-batch, chunk) of each forward of a rank, in order of execution (line 798, get_schedule_table)."""
-    return tuple(
-        (microbatch, chunk)
-        for start in range(0, microbatches, group_size)
-        for chunk in range(vpp)
-        for microbatch in range(start, min(start + group_size, microbatches))
-    )
+@lru_cache(maxsize=1024)
+def schedule_table(vpp: int, num_microbatches: int, group_size: int) -> tuple[Ints, Ints]:
+    """Return micro-batch and chunk of each forward of a rank, in order of execution (line 798, get_schedule_table)."""
+    index_N = np.arange(num_microbatches * vpp)
+    first_N = index_N // (group_size * vpp) * group_size
+    inside_N = index_N - first_N * vpp
+    width_N = np.minimum(group_size, num_microbatches - first_N)
+    return first_N + inside_N % width_N, inside_N // width_N
 
 
 def num_warmup(pp: Count, vpp: Count, group_size: Count, rank: Count) -> Count:
-    """Return the number of warm-up forwards of a rank, after which forwards and backwards alternate (interleaved)."""
+    """Return the number of forwards that a rank of interleaved 1F1B runs ahead (lines 762-786)."""
     return 2 * (pp - rank - 1) + (vpp - 1) * group_size
 
 
 def schedule_of(layout: Layout, num_microbatches: int) -> Schedule:
-    """Return the schedule that stock Megatron runs for a layout (get_forward_backward_func, lines 45-151)."""
-    if layout.pp == 1:
-        return no_pipelining(num_microbatches)
-    if layout.vpp == 1:
-        return one_forward_one_backward(layout.pp, num_microbatches)
-    return interleaved(layout.pp, layout.vpp, num_microbatches, layout.microbatch_group_size or layout.pp)
-
-
-def _whole_backwards(ahead: Sequence[int], microbatches: int, vpp: int = 1, group_size: int = 1) -> Ranks:
-    """Run `ahead[r]` forwards on rank r, then one forward and one backward in turn, then the remaining backwards.
-
-    Backwards have the order of the forwards, but with reversed chunks.
-    """
-    pp, order = len(ahead), schedule_table(vpp, microbatches, group_size)
-    ranks = []
-    for rank, most in enumerate(ahead):
-        forward = [Action(chunk * pp + rank, "F", microbatch) for microbatch, chunk in order]
-        backward = [Action((vpp - 1 - chunk) * pp + rank, "B", microbatch) for microbatch, chunk in order]
-        first = min(most, len(forward))
-        turns = chain.from_iterable(zip(forward[first:], backward, strict=False))
-        ranks.append((*forward[:first], *turns, *backward[len(forward) - first :]))
-    return tuple(ranks)
+    """Return the schedule that stock Megatron runs for a layout, as passes."""
+    stock = StockSchedule.of(layout, num_microbatches)
+    _, stage_A, kind_A, microbatch_A = stock.columns
+    kinds = [KINDS[kind] for kind in kind_A.tolist()]
+    actions = map(Action, stage_A.tolist(), kinds, microbatch_A.tolist())
+    ranks = zip(*[actions] * (2 * num_microbatches * layout.vpp), strict=True)
+    return Schedule(
+        name=stock.name, pp=layout.pp, vpp=layout.vpp, num_microbatches=num_microbatches, ranks=tuple(ranks)
+    )

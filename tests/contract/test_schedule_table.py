@@ -2,7 +2,8 @@
 
 import pytest
 
-from pipette_launch.facts.schedule import interleaved, num_warmup, schedule_table
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.schedule import num_warmup, schedule_of, schedule_table
 
 schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules", reason="needs megatron-core")
 
@@ -14,7 +15,9 @@ def test_the_schedule_table_is_megatrons(pp: int, vpp: int, microbatches: int, g
     """Which chunk runs which micro-batch, in which order."""
     expected = schedules.get_schedule_table(microbatches, vpp, group_size)
 
-    assert [tuple(entry) for entry in expected] == list(schedule_table(vpp, microbatches, group_size))
+    microbatch_N, chunk_N = schedule_table(vpp, microbatches, group_size)
+
+    assert [tuple(entry) for entry in expected] == list(zip(microbatch_N.tolist(), chunk_N.tolist(), strict=True))
 
 
 @pytest.mark.parametrize(("pp", "vpp", "microbatches", "group_size"), CASES)
@@ -22,10 +25,10 @@ def test_the_warmup_is_megatrons(
     monkeypatch: pytest.MonkeyPatch, pp: int, vpp: int, microbatches: int, group_size: int
 ) -> None:
     """How many forwards each rank runs before its first backward."""
-    state = schedules.parallel_state
+    state, layout = schedules.parallel_state, Layout(pp=pp, vpp=vpp, microbatch_group_size=group_size)
     monkeypatch.setattr(state, "get_pipeline_model_parallel_world_size", lambda: pp)
     monkeypatch.setattr(state, "get_virtual_pipeline_model_parallel_world_size", lambda: vpp)
-    for rank, actions in enumerate(interleaved(pp, vpp, microbatches, group_size).ranks):
+    for rank, actions in enumerate(schedule_of(layout, microbatches).ranks):
         monkeypatch.setattr(state, "get_pipeline_model_parallel_rank", lambda rank=rank: rank)
         total, _, expected, _ = schedules.get_pp_rank_microbatches(microbatches, vpp, group_size)
         first_backward = [action.kind for action in actions].index("B")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
 
+import numpy as np
 import pytest
 from gpu_rules.nccl import Pipeline
 from hypothesis import given, settings
@@ -24,12 +25,10 @@ from pipette_launch.facts.schedule import (
     Program,
     Schedule,
     ScheduleFile,
+    StockSchedule,
     action_of,
     forward_passes,
-    interleaved,
     message_to,
-    no_pipelining,
-    one_forward_one_backward,
     programs,
     rank_of,
     schedule_of,
@@ -38,7 +37,7 @@ from pipette_launch.facts.schedule import (
 
 def test_one_rank_alternates() -> None:
     """Without a pipeline each backward follows its forward."""
-    assert to_words(no_pipelining(2)) == [["0F0", "0B0", "0F1", "0B1"]]
+    assert to_words(schedule_of(Layout(), 2)) == [["0F0", "0B0", "0F1", "0B1"]]
 
 
 def test_1f1b_of_three_stages() -> None:
@@ -49,12 +48,12 @@ def test_1f1b_of_three_stages() -> None:
         ["2F0", "2B0", "2F1", "2B1", "2F2", "2B2", "2F3", "2B3"],
     ]
 
-    assert expected == to_words(one_forward_one_backward(3, 4))
+    assert expected == to_words(schedule_of(Layout(pp=3), 4))
 
 
 def test_1f1b_with_fewer_microbatches_than_ranks() -> None:
     """The number of micro-batches limits the warm-up."""
-    assert to_words(one_forward_one_backward(3, 1)) == [["0F0", "0B0"], ["1F0", "1B0"], ["2F0", "2B0"]]
+    assert to_words(schedule_of(Layout(pp=3), 1)) == [["0F0", "0B0"], ["1F0", "1B0"], ["2F0", "2B0"]]
 
 
 def test_interleaved_of_two_ranks_and_two_chunks() -> None:
@@ -64,16 +63,51 @@ def test_interleaved_of_two_ranks_and_two_chunks() -> None:
         "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
     ]
 
-    assert expected == [" ".join(rank) for rank in to_words(interleaved(2, 2, 4, 2))]
+    assert expected == [" ".join(rank) for rank in to_words(schedule_of(Layout(pp=2, vpp=2), 4))]
 
 
 def test_interleaved_groups_may_be_larger_than_the_pipeline() -> None:
     """With groups of three, three micro-batches go through a chunk before the next chunk."""
     expected = ["0F0", "0F1", "0F2", "2F0", "2F1", "2F2", "0F3", "0F4", "0F5", "2F3", "2F4", "2F5"]
 
-    forwards = [word for word in to_words(interleaved(2, 2, 6, 3))[0] if "F" in word]
+    passes, _ = to_words(schedule_of(Layout(pp=2, vpp=2, microbatch_group_size=3), 6))
 
-    assert expected == forwards
+    assert expected == [word for word in passes if "F" in word]
+
+
+@st.composite
+def stock_schedules(draw: st.DrawFn) -> StockSchedule:
+    """Draw up to five ranks, with up to three chunks and groups wider than the pipeline."""
+    pp, vpp = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    if pp == 1 or vpp == 1:
+        return StockSchedule(pp=pp, vpp=1, group_size=1, num_microbatches=draw(st.integers(1, 60)))
+    group = draw(st.integers(pp, pp + 2))
+    last = draw(st.integers(0, group - 1))
+    number = group * draw(st.integers(1, 12)) + last * (last >= pp)
+    return StockSchedule(pp=pp, vpp=vpp, group_size=group, num_microbatches=number)
+
+
+@given(stock_schedules())
+def test_every_rank_runs_its_forwards_ahead_and_then_alternates(stock: StockSchedule) -> None:
+    """The passes are those of a naive loop over the groups of micro-batches and the chunks of each rank."""
+    pp, vpp, microbatches, group_size = stock.pp, stock.vpp, stock.num_microbatches, stock.group_size
+    turns = [
+        (chunk, microbatch)
+        for first in range(0, microbatches, group_size)
+        for chunk in range(vpp)
+        for microbatch in range(first, min(first + group_size, microbatches))
+    ]
+    for rank in range(pp):
+        forwards = [Action(chunk * pp + rank, "F", microbatch) for chunk, microbatch in turns]
+        backwards = [Action((vpp - 1 - chunk) * pp + rank, "B", microbatch) for chunk, microbatch in turns]
+        ahead = 2 * (pp - rank - 1) + (vpp - 1) * group_size if vpp > 1 else pp - rank - 1
+        expected, forwards = forwards[:ahead], forwards[ahead:]
+        for backward in backwards:
+            expected += forwards[:1]
+            forwards = forwards[1:]
+            expected.append(backward)
+
+        assert expected == [stock.columns.action(index) for index in np.flatnonzero(stock.columns.rank_A == rank)]
 
 
 @pytest.mark.parametrize(
@@ -97,13 +131,13 @@ def test_a_layout_has_its_schedule(layout: Layout, name: str) -> None:
 def test_what_megatron_refuses_is_refused(microbatches: int, group_size: int, reason: str) -> None:
     """Each of the three rules of the interleaved schedule has its own message."""
     with pytest.raises(LayoutError, match=reason):
-        interleaved(4, 2, microbatches, group_size)
+        schedule_of(Layout(pp=4, vpp=2, microbatch_group_size=group_size), microbatches)
 
 
 def test_interleaving_needs_a_pipeline() -> None:
-    """One chunk for each rank is not interleaved."""
-    with pytest.raises(LayoutError, match="vpp=1"):
-        interleaved(2, 1, 4, 2)
+    """One rank cannot interleave its chunks with those of other ranks."""
+    with pytest.raises(LayoutError, match="vpp=2"):
+        StockSchedule(pp=1, vpp=2, group_size=1, num_microbatches=4)
 
 
 def test_where_stages_lie() -> None:
@@ -137,9 +171,9 @@ def test_an_incomplete_schedule_is_refused(ranks: list[list[str]]) -> None:
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (one_forward_one_backward(4, 8), [4, 3, 2, 1]),
-        (one_forward_one_backward(4, 2), [2, 2, 2, 1]),
-        (interleaved(2, 2, 4, 2), [5, 3]),
+        (schedule_of(Layout(pp=4), 8), [4, 3, 2, 1]),
+        (schedule_of(Layout(pp=4), 2), [2, 2, 2, 1]),
+        (schedule_of(Layout(pp=2, vpp=2), 4), [5, 3]),
     ],
 )
 def test_live_passes(schedule: Schedule, expected: list[int]) -> None:
@@ -191,7 +225,7 @@ def test_times_that_are_not_those_of_one_pipeline_are_refused(changes: dict[str,
 def test_times_of_another_pipeline_are_refused() -> None:
     """A schedule of four stages needs four times of each pass."""
     with pytest.raises(FactError, match="times of 3 stages for 4"):
-        replace(interleaved(2, 2, 4, 2), times=PassTimes.equal(3))
+        replace(schedule_of(Layout(pp=2, vpp=2), 4), times=PassTimes.equal(3))
 
 
 def drawn_times(num_stages: int, rng: random.Random) -> PassTimes:

@@ -47,7 +47,7 @@ from pipette_launch.facts.messages import (
 from pipette_launch.facts.outcome import LiveJob, Outcome, PeakReading
 from pipette_launch.facts.plan import Shortage
 from pipette_launch.facts.prediction import Explained, Explanation
-from pipette_launch.facts.schedule import ScheduleFile, one_forward_one_backward
+from pipette_launch.facts.schedule import ScheduleFile, schedule_of
 from pipette_launch.launch.training import OutcomeTracker
 from pipette_launch.megatron import read_job
 from pipette_launch.megatron.flags import Arguments
@@ -74,7 +74,7 @@ CLUSTER = tiny_cluster()
 MEASURED = tiny_measurements(CLUSTER)
 CHOICE = choice(Layout(pp=2, dp=2))
 PLAN = plan(Layout(pp=2, dp=2), Layout(tp=2, dp=2))
-ORDER = ScheduleFile.of(one_forward_one_backward(2, 4))
+ORDER = ScheduleFile.of(schedule_of(Layout(pp=2), 4))
 SHORTAGE = Shortage(
     layout=CHOICE.layout, need_bytes=6, free_bytes=10, cause="out of memory", noticed_at="2026-11-24T00:00:00+00:00"
 )

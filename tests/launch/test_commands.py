@@ -14,7 +14,7 @@ from launch.worlds import plan
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import ComputeCase, Layout, files
 from pipette_launch.facts.messages import RunTraining
-from pipette_launch.facts.schedule import ScheduleFile, one_forward_one_backward
+from pipette_launch.facts.schedule import ScheduleFile, schedule_of
 from pipette_launch.launch.commands import (
     SIZE_LIMITS_BYTES,
     WorkerCommand,
@@ -104,7 +104,7 @@ def test_patches_go_before_the_script() -> None:
 
 def test_a_schedule_goes_with_the_script_as_a_file(tmp_path: Path) -> None:
     """The patch that executes it comes last, and a variable names the file."""
-    order = ScheduleFile.of(one_forward_one_backward(2, 2))
+    order = ScheduleFile.of(schedule_of(Layout(pp=2), 2))
     made = plan(Layout(pp=2), hosts=("a",))
     scheduled = replace(
         DECISION, plan=replace(made, chosen=replace(made.chosen, order=order)), patches=("cpu_backend",)

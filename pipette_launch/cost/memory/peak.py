@@ -515,17 +515,12 @@ def peak_live_bytes(
     # Groups of micro-batches in the middle are left out, because after the warm-up all groups reach the same peak.
     groups, rest = divmod(num_microbatches, group_size)
     repeating = min(groups, -(-ahead // (vpp * group_size)) + 2) * group_size + rest
-    chunks_M = _chunk_order(vpp, repeating, group_size)
+    _, chunks_M = schedule_table(vpp, repeating, group_size)
     weights_V = np.array(chunk_bytes_V, dtype=np.int64)
     forward = np.cumsum(weights_V[chunks_M])
     backward = np.concatenate(([0], np.cumsum(weights_V[vpp - 1 - chunks_M])))
     done = np.maximum(np.arange(len(forward)) - ahead, 0)
     return int((forward - backward[done]).max())
-
-
-@lru_cache(maxsize=1024)
-def _chunk_order(vpp: int, num_microbatches: int, group_size: int) -> Ints:
-    return np.array([chunk for _, chunk in schedule_table(vpp, num_microbatches, group_size)], dtype=np.int64)
 
 
 def _kept_masks(stages: _Stages, mask_N: Ints) -> Ints:

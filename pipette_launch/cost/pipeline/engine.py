@@ -1,7 +1,7 @@
 """Time of a pipeline under a schedule: one loop over the actions computes the end of each action by a longest path."""
 
 # Letters of array axes: S = stages (model chunks), P = pipeline ranks, A = actions of all ranks, R = pipelines that are
-# priced together, M = micro-batches, N = forwards of one rank (micro-batches times chunks), X = requested actions.
+# priced together, M = micro-batches, X = requested actions.
 # Durations are blocks of S numbers: forwards, whole backwards, first forwards and, if the backward is split, input
 # gradients and weight gradients. Hops are messages between stages: S - 1 forwards, S - 1 backwards, and a 0. Kinds of
 # actions: F = forward, B = whole backward, I = input gradient, W = weight gradient.
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pipette_launch.errors import FactError
 from pipette_launch.facts import schedule as orders
 from pipette_launch.facts.layout import Floats, Ints, Layout
-from pipette_launch.facts.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Columns, Schedule, check_interleaving
+from pipette_launch.facts.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Columns, Schedule, StockSchedule
 from pipette_launch.installed import compiled
 
 NANOSECOND_S = 1e-9
@@ -90,97 +90,6 @@ class Timeline:
         return max(ends[-1] for ends in self.end_s)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """Schedule of stock Megatron for given pp, vpp and micro-batches, as columns of numbers instead of objects.
-
-    Raises LayoutError if Megatron would refuse this combination of pp, vpp and micro-batches.
-    """
-
-    pp: int
-    vpp: int
-    group_size: int
-    """Micro-batches that a rank runs through one chunk before its next chunk; not used without interleaving."""
-    num_microbatches: int
-    rendezvous: bool = False
-    """True if a message starts when its receiver requests it, not when its sender is ready (`Waits`)."""
-    blocking_ends: bool = False
-    """True if warm-up and cool-down wait for messages before the next pass (`exchanges.Waits`)."""
-
-    def __post_init__(self) -> None:
-        if self.vpp > 1:
-            check_interleaving(pp=self.pp, vpp=self.vpp, microbatches=self.num_microbatches, group_size=self.group_size)
-
-    @property
-    def layout(self) -> Layout:
-        """Layout whose schedule the order describes."""
-        return Layout(pp=self.pp, vpp=self.vpp, microbatch_group_size=self.group_size if self.vpp > 1 else 0)
-
-    @property
-    def name(self) -> str:
-        """Name of the schedule, equal to `Schedule.name`."""
-        return self.layout.schedule_name
-
-    @property
-    def num_stages(self) -> int:
-        """Number of model chunks."""
-        return self.pp * self.vpp
-
-    @property
-    def rank_S(self) -> tuple[int, ...]:
-        """Pipeline rank that runs each stage."""
-        return tuple(stage % self.pp for stage in range(self.num_stages))
-
-    @property
-    def warmup_P(self) -> Ints:
-        """Number of forwards that each rank runs before its first backward, if there are enough micro-batches."""
-        if self.vpp == 1:
-            return np.arange(self.pp - 1, -1, -1)
-        return np.array([orders.num_warmup(self.pp, self.vpp, self.group_size, rank) for rank in range(self.pp)])
-
-    @cached_property
-    def columns(self) -> Columns:
-        """Columns of `Schedule.columns`: actions of warm-up, then forward and backward in turn, then cool-down."""
-        # Micro-batch and chunk of each forward of a rank (facts.schedule.schedule_table).
-        group = self.group_size if self.vpp > 1 else self.num_microbatches
-        index_N = np.arange(self.num_microbatches * self.vpp)
-        first_N = index_N // (group * self.vpp) * group
-        inside_N = index_N - first_N * self.vpp
-        width_N = np.minimum(group, self.num_microbatches - first_N)
-        microbatch_N, chunk_N = first_N + inside_N % width_N, inside_N // width_N
-        forwards = len(index_N)
-        rank_P1 = np.arange(self.pp)[:, None]
-        ahead_P1 = np.minimum(self.warmup_P, forwards)[:, None]
-        rows = rank_P1 * 2 * forwards
-        forward_PN = rows + np.where(index_N < ahead_P1, index_N, 2 * index_N - ahead_P1)
-        backward_PN = rows + np.where(index_N < forwards - ahead_P1, 2 * index_N + ahead_P1 + 1, index_N + forwards)
-        stage_A, kind_A, microbatch_A = (np.empty(2 * forwards * self.pp, dtype=np.int64) for _ in range(3))
-        stage_A[forward_PN] = chunk_N * self.pp + rank_P1
-        # A rank runs the backwards of its chunks in reverse order.
-        stage_A[backward_PN] = (self.vpp - 1 - chunk_N) * self.pp + rank_P1
-        kind_A[forward_PN], kind_A[backward_PN] = FORWARD, BACKWARD
-        microbatch_A[forward_PN] = microbatch_A[backward_PN] = microbatch_N
-        return Columns(np.repeat(np.arange(self.pp), 2 * forwards), stage_A, kind_A, microbatch_A)
-
-    @cached_property
-    def blocked_A(self) -> NDArray[np.bool_]:
-        """True for actions of `columns` before which the rank waits, idle, for the whole time of a message.
-
-        If warm-up and cool-down block, these actions are the warm-up's forwards, the next forward, and all backwards of
-        the cool-down but the first. The message for the cool-down's first backward was requested during an earlier pass
-        (schedules.py of core_v0.16.1, forward_backward_pipelining_with_interleaving).
-        """
-        rank_A, _, kind_A, _ = self.columns
-        if self.rendezvous or not self.blocking_ends:
-            return np.full(len(rank_A), self.rendezvous)
-        forwards = self.num_microbatches * self.vpp
-        ahead_A = np.minimum(self.warmup_P, forwards)[rank_A]
-        is_forward_A = kind_A == FORWARD
-        # Number of forwards (or of backwards) on the same rank before each forward (or backward).
-        number_A = np.where(is_forward_A, np.cumsum(is_forward_A), np.cumsum(~is_forward_A)) - rank_A * forwards - 1
-        return np.where(is_forward_A, number_A <= ahead_A, number_A > forwards - ahead_A)
-
-
 class Graph(NamedTuple):
     """Dependency graph of a schedule's actions, numbered rank after rank in the order in which each rank runs them."""
 
@@ -194,7 +103,7 @@ class Graph(NamedTuple):
     """Number of actions in the longest chain that must run before each action."""
 
 
-def _graph_of(schedule: Schedule | Order) -> Graph:
+def _graph_of(schedule: Schedule | StockSchedule) -> Graph:
     columns = schedule.columns
     rank_A, stage_A, kind_A, microbatch_A = columns
     is_first_A = np.concatenate(([True], rank_A[1:] != rank_A[:-1]))
@@ -241,19 +150,22 @@ class Engine:
     """Schedule whose actions are sorted so that each follows the actions it waits for, to price many pipelines.
 
     An action starts when the previous action of its rank has ended and the message with its input has arrived. The
-    message starts when the action that sends it ends. If the receiver must request the message (`Order.blocked_A`), the
-    message starts when the sending action and the receiver's previous action have ended. Sends do not occupy a rank,
-    except in blocking warm-up and cool-down, in which a rank that receives no message waits until its own send ends.
+    message starts when the action that sends it ends. With `rendezvous` each receiver must request its message. With
+    `blocking_ends` the receivers in Megatron's warm-up and cool-down must (`exchanges.Waits`). A requested message
+    starts when the sending action and the receiver's previous action have ended. Sends do not occupy a rank, except in
+    blocking warm-up and cool-down, in which a rank that receives no message waits until its own send ends.
     The order of the actions depends on the schedule only, so the engine sorts them once. Each pricing is one pass over
     the actions: O(pp * vpp * n).
 
     Raises FactError if the schedule deadlocks.
     """
 
-    def __init__(self, schedule: Schedule | Order) -> None:
-        self._order = schedule
+    def __init__(
+        self, schedule: Schedule | StockSchedule, *, rendezvous: bool = False, blocking_ends: bool = False
+    ) -> None:
+        self._order, self._rendezvous, self._blocking_ends = schedule, rendezvous, blocking_ends
         # Megatron's own schedules never deadlock. Other schedules are sorted at once, to raise the error here.
-        if not isinstance(schedule, Order):
+        if not isinstance(schedule, StockSchedule):
             assert self.graph
 
     @cached_property
@@ -264,7 +176,7 @@ class Engine:
     @property
     def meets_receivers(self) -> bool:
         """True if some messages start only when their receiver requests them, as in some of Megatron's schedules."""
-        return isinstance(self._order, Order) and (self._order.rendezvous or self._order.blocking_ends)
+        return self._rendezvous or self._blocking_ends
 
     @property
     def columns(self) -> Columns:
@@ -361,7 +273,7 @@ class Engine:
     def splits_backward(self) -> bool:
         """True if the schedule runs some weight gradients (W) apart from input gradients (I)."""
         # Megatron's own schedules never split the backward, so their actions need not be listed here.
-        return not isinstance(self._order, Order) and bool((self.columns.kind_A == WEIGHT).any())
+        return not isinstance(self._order, StockSchedule) and bool((self.columns.kind_A == WEIGHT).any())
 
     @cached_property
     def _sorted_level_A(self) -> Ints:
@@ -400,23 +312,39 @@ class Engine:
     def _wait_A(self, hop_A: Ints) -> Ints:
         """Return the index in `StageTimes.hops_s` of the message for which a rank stays idle before each action.
 
-        The rank waits for the message that the action needs. If warm-up and cool-down block, an action that needs no
-        message waits for the message that its rank sent before.
+        The rank waits for the message that the action needs. In a blocking warm-up or cool-down, an action that needs
+        no message waits for the message that its rank sent before.
         """
         none = 2 * (self._order.num_stages - 1)
-        if not isinstance(self._order, Order) or not self.meets_receivers:
+        if self._rendezvous:
+            return hop_A
+        if not self._blocking_ends:
             return np.full(len(hop_A), none)
-        if not self._order.rendezvous:
-            previous_A = self.graph.previous_A
-            rank_A, stage_A, kind_A, _ = self.columns
-            # Stage that needs each result. No stage needs the last stage's forward or the first stage's backward.
-            step_A = np.where(kind_A == FORWARD, 1, -1)
-            target_A = np.clip(stage_A + step_A, 0, self._order.num_stages - 1)
-            stays_A = np.array(self._order.rank_S)[target_A] == rank_A
-            way_A = np.where(kind_A == FORWARD, stage_A, self._order.num_stages - 2 + stage_A)
-            sent_A = np.where(previous_A < 0, none, np.where(stays_A, none, way_A)[previous_A])
-            hop_A = np.where(hop_A == none, sent_A, hop_A)
-        return np.where(self._order.blocked_A, hop_A, none)
+        previous_A = self.graph.previous_A
+        rank_A, stage_A, kind_A, _ = self.columns
+        # Stage that needs each result. No stage needs the last stage's forward or the first stage's backward.
+        step_A = np.where(kind_A == FORWARD, 1, -1)
+        target_A = np.clip(stage_A + step_A, 0, self._order.num_stages - 1)
+        stays_A = np.array(self._order.rank_S)[target_A] == rank_A
+        way_A = np.where(kind_A == FORWARD, stage_A, self._order.num_stages - 2 + stage_A)
+        sent_A = np.where(previous_A < 0, none, np.where(stays_A, none, way_A)[previous_A])
+        return np.where(self._blocked_A(), np.where(hop_A == none, sent_A, hop_A), none)
+
+    def _blocked_A(self) -> NDArray[np.bool_]:
+        """Return True for actions of a blocking warm-up or cool-down, before which the rank waits for a message.
+
+        These actions are the warm-up's forwards, the next forward, and all backwards of the cool-down but the first.
+        The message for the cool-down's first backward was requested during an earlier pass (schedules.py of
+        core_v0.16.1, forward_backward_pipelining_with_interleaving).
+        """
+        assert isinstance(self._order, StockSchedule)
+        rank_A, _, kind_A, _ = self.columns
+        forwards = self._order.num_microbatches * self._order.vpp
+        ahead_A = np.minimum(self._order.warmup_P, forwards)[rank_A]
+        is_forward_A = kind_A == FORWARD
+        # Number of forwards (or of backwards) on the same rank before each forward (or backward).
+        number_A = np.where(is_forward_A, np.cumsum(is_forward_A), np.cumsum(~is_forward_A)) - rank_A * forwards - 1
+        return np.where(is_forward_A, number_A <= ahead_A, number_A > forwards - ahead_A)
 
 
 def simulate(schedule: Schedule, times: StageTimes) -> Timeline:
@@ -458,21 +386,13 @@ def critical_counts(engine: Engine, durations_R: Floats, hops_R: Floats) -> tupl
 
 
 @lru_cache(maxsize=64)
-def _engine_of(order: Order) -> Engine:
-    return Engine(order)
+def _engine_of(schedule: StockSchedule, *, rendezvous: bool, blocking_ends: bool) -> Engine:
+    return Engine(schedule, rendezvous=rendezvous, blocking_ends=blocking_ends)
 
 
 def engine_of(
     layout: Layout, num_microbatches: int, *, rendezvous: bool = False, blocking_ends: bool = False
 ) -> Engine:
-    """Return the engine of the schedule that stock Megatron runs for a layout; the last 64 orders are cached."""
-    return _engine_of(
-        Order(
-            pp=layout.pp,
-            vpp=layout.vpp,
-            group_size=(layout.microbatch_group_size or layout.pp) if layout.vpp > 1 else 1,
-            num_microbatches=num_microbatches,
-            rendezvous=rendezvous,
-            blocking_ends=blocking_ends,
-        )
-    )
+    """Return the engine of the schedule that stock Megatron runs for a layout; the last 64 engines are cached."""
+    schedule = StockSchedule.of(layout, num_microbatches)
+    return _engine_of(schedule, rendezvous=rendezvous, blocking_ends=blocking_ends)

@@ -27,7 +27,8 @@ import numpy as np
 
 from pipette_launch.cost.pipeline.engine import StageTimes
 from pipette_launch.errors import FactError, LayoutError
-from pipette_launch.facts.schedule import Action, Kind, Placement, Schedule, one_forward_one_backward, rank_of
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.schedule import Action, Kind, Placement, Schedule, rank_of, schedule_of
 
 Slopes = tuple[int, int, int, int]
 """Units of time from a pass on one rank to the same pass on the next rank, for each of a micro-batch's four passes: F
@@ -189,7 +190,7 @@ def pass_orders(kind: ZeroBubble, pp: int, num_microbatches: int) -> list[PassOr
     if kind.slopes:
         blocks = (block for slopes in kind.slopes for block in linear_blocks(pp, slopes)[:_BLOCKS])
         return [repeated(block, num_microbatches) for block in blocks]
-    whole = one_forward_one_backward(pp, num_microbatches).ranks
+    whole = schedule_of(Layout(pp=pp), num_microbatches).ranks
     return [tuple(tuple(one if one.kind == "F" else one._replace(kind="I") for one in actions) for actions in whole)]
 
 

@@ -137,7 +137,7 @@ def aligned_waits_s(
     """Return the wait of each first forward if parameter gathers start on all pipeline ranks at once.
 
     `forward_s_SR` and `hop_s_SR` are the seconds of forwards and forward messages without waits. `rendezvous` is true
-    if a send waits for its receiver in the warm-up (`Order.rendezvous`).
+    if a send waits for its receiver in the warm-up (`Engine.meets_receivers`).
 
     A rank gathers the parameters of chunk c during the forwards of chunk c - 1, or earlier. The forwards of each rank
     are simulated up to the first forward of its last chunk, before any backward. In turn t, rank r runs its forward

@@ -156,7 +156,7 @@ class Tables:
         world_N = columns.tp * columns.pp * columns.dp * columns.cp
         batch = self.job.batch.global_batch_size
         divides_N = batch % (columns.dp * columns.micro_batch_size) == 0
-        # Check the micro-batch groups by the rule of `facts.schedule.check_interleaving`.
+        # Check the micro-batch groups by the rule of `facts.schedule.StockSchedule`.
         microbatches_N = self.microbatches_N(columns)
         size_N = np.where(columns.microbatch_group_size > 0, columns.microbatch_group_size, columns.pp)
         rest_N = microbatches_N % size_N

@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import random
 import time
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,38 +18,35 @@ from hypothesis import strategies as st
 from schedule_words import from_words
 
 from pipette_launch.cost.pipeline import engine
-from pipette_launch.cost.pipeline.engine import Engine, Order, StageTimes, critical_counts, engine_of, simulate
+from pipette_launch.cost.pipeline.engine import Engine, StageTimes, critical_counts, engine_of, simulate
 from pipette_launch.cost.pipeline.zero_bubble import named_schedule
-from pipette_launch.errors import FactError, LayoutError
+from pipette_launch.errors import FactError
 from pipette_launch.facts import Layout
 from pipette_launch.facts.schedule import (
     Schedule,
-    interleaved,
-    no_pipelining,
-    one_forward_one_backward,
+    StockSchedule,
     schedule_of,
 )
 
 
 @st.composite
-def orders(draw: st.DrawFn) -> Order:
-    """Pipelines of up to five ranks, with up to three chunks and groups wider than the pipeline."""
+def stock_engines(draw: st.DrawFn) -> Callable[[], Engine]:
+    """Pipelines of up to five ranks, with up to three chunks, groups wider than the pipeline, and all waits."""
     pp, vpp, rendezvous = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.booleans())
     if pp == 1 or vpp == 1:
-        number = draw(st.integers(1, 60))
-        return Order(pp=pp, vpp=1, group_size=1, num_microbatches=number, rendezvous=rendezvous)
-    group = draw(st.integers(pp, pp + 2))
-    last = draw(st.integers(0, group - 1))
-    number = group * draw(st.integers(1, 12)) + last * (last >= pp)
-    blocking = not rendezvous and draw(st.booleans())
-    return Order(
-        pp=pp, vpp=vpp, group_size=group, num_microbatches=number, rendezvous=rendezvous, blocking_ends=blocking
-    )
+        layout, number, blocking = Layout(pp=pp), draw(st.integers(1, 60)), False
+    else:
+        group = draw(st.integers(pp, pp + 2))
+        last = draw(st.integers(0, group - 1))
+        number = group * draw(st.integers(1, 12)) + last * (last >= pp)
+        layout, blocking = Layout(pp=pp, vpp=vpp, microbatch_group_size=group), not rendezvous and draw(st.booleans())
+    schedule = StockSchedule.of(layout, number)
+    return partial(Engine, schedule, rendezvous=rendezvous, blocking_ends=blocking)
 
 
 def test_two_stages_by_hand() -> None:
     """Two micro-batches through two stages, forward 1 s, backward 2 s, half a second between them."""
-    timeline = simulate(one_forward_one_backward(2, 2), equal_stages(2, hop_s=0.5))
+    timeline = simulate(schedule_of(Layout(pp=2), 2), equal_stages(2, hop_s=0.5))
 
     assert timeline.start_s == ((0.0, 1.0, 5.0, 8.0), (1.5, 2.5, 4.5, 5.5))
     assert timeline.end_s == ((1.0, 2.0, 7.0, 10.0), (2.5, 4.5, 5.5, 7.5))
@@ -64,7 +63,7 @@ def test_a_long_first_forward_delays_everything_behind_it() -> None:
         backward_hop_s=plain.backward_hop_s,
         first_forward_s=(1.0, 4.0),
     )
-    schedule = one_forward_one_backward(2, 2)
+    schedule = schedule_of(Layout(pp=2), 2)
 
     assert simulate(schedule, late).makespan_s == simulate(schedule, plain).makespan_s + 3.0
 
@@ -74,7 +73,7 @@ def test_1f1b_equals_the_exact_form(stages: int) -> None:
     """Equal stages give (n+p-1)(f+b) + 2cK for every number of micro-batches, ratio and hop: 8,640 cases in all."""
     cases = list(itertools.product(((1.0, 2.0), (1.0, 1.0), (2.0, 1.0)), (0.0, 0.125, 0.25, 1.0)))
     for microbatches in range(1, 61):
-        engine = Engine(one_forward_one_backward(stages, microbatches))
+        engine = Engine(schedule_of(Layout(pp=stages), microbatches))
         for (forward_s, backward_s), hop_s in cases:
             expected = one_forward_one_backward_s(
                 stages=stages, microbatches=microbatches, forward_s=forward_s, backward_s=backward_s, hop_s=hop_s
@@ -92,7 +91,7 @@ def test_1f1b_equals_what_was_simulated_elsewhere(
     stages: int, microbatches: int, hop_s: float, expected: float
 ) -> None:
     """The makespans of an independent simulation come out."""
-    timeline = simulate(one_forward_one_backward(stages, microbatches), equal_stages(stages, hop_s=hop_s))
+    timeline = simulate(schedule_of(Layout(pp=stages), microbatches), equal_stages(stages, hop_s=hop_s))
 
     assert timeline.makespan_s == pytest.approx(expected, abs=1e-9)
 
@@ -101,7 +100,7 @@ def test_1f1b_equals_what_was_simulated_elsewhere(
 def test_interleaving_divides_the_bubble(vpp: int, expected: float) -> None:
     """With p 8, n 32, F = B = W, no hop: the bubbles of an independent simulation."""
     times = equal_stages(8 * vpp, forward_s=1.0 / vpp, backward_s=2.0 / vpp)
-    makespan_s = Engine(interleaved(8, vpp, 32, 8)).timeline(times).makespan_s
+    makespan_s = Engine(schedule_of(Layout(pp=8, vpp=vpp), 32)).timeline(times).makespan_s
 
     assert round(1 - 32 * 3 / makespan_s, 3) == expected
 
@@ -109,10 +108,10 @@ def test_interleaving_divides_the_bubble(vpp: int, expected: float) -> None:
 def small_schedule(kind: str, pp: int, vpp: int, microbatches: int) -> Schedule:
     """One of the schedules that need no times."""
     if pp == 1:
-        return no_pipelining(microbatches)
+        return schedule_of(Layout(), microbatches)
     make = {
-        "1f1b": lambda: one_forward_one_backward(pp, microbatches),
-        "interleaved": lambda: interleaved(pp, vpp + 1, pp * microbatches, pp),
+        "1f1b": lambda: schedule_of(Layout(pp=pp), microbatches),
+        "interleaved": lambda: schedule_of(Layout(pp=pp, vpp=vpp + 1), pp * microbatches),
         "zb": lambda: named_schedule("zb-1p", pp=pp, num_microbatches=microbatches),
         "v": lambda: v_of_one_by_one(pp, microbatches),
     }
@@ -176,7 +175,7 @@ def test_a_split_needs_its_times() -> None:
 def test_many_pipelines_at_once_give_the_same_digits(count: int) -> None:
     """One by one or as arrays, the answers are equal, not only close."""
     rng = random.Random(count)
-    engine = Engine(interleaved(3, 2, 6, 3))
+    engine = Engine(schedule_of(Layout(pp=3, vpp=2), 6))
     pipelines = [drawn_stages(6, rng) for _ in range(count)]
     durations_R = np.array([times.durations_s for times in pipelines]).T
     hops_R = np.array([times.hops_s for times in pipelines]).T
@@ -198,7 +197,7 @@ def test_a_schedule_that_cannot_run_is_named() -> None:
 def test_times_of_another_pipeline_are_refused() -> None:
     """Three stages' times do not price two stages."""
     with pytest.raises(FactError, match="3 stages"):
-        Engine(one_forward_one_backward(2, 2)).timeline(equal_stages(3))
+        Engine(schedule_of(Layout(pp=2), 2)).timeline(equal_stages(3))
 
 
 def test_an_engine_is_made_once_for_a_shape() -> None:
@@ -211,7 +210,7 @@ def test_a_large_pipeline_is_priced_in_a_third_of_a_second() -> None:
 
     def seconds() -> float:
         start = time.process_time()
-        makespan_s = simulate(one_forward_one_backward.__wrapped__(32, 256), equal_stages(32)).makespan_s
+        makespan_s = simulate(schedule_of(Layout(pp=32), 256), equal_stages(32)).makespan_s
         assert makespan_s == 861.0
         return time.process_time() - start
 
@@ -227,7 +226,7 @@ def test_a_message_that_meets_its_receiver_is_a_part_of_the_pass_behind_it(
     rng = np.random.default_rng(seed)
     forward_s, backward_s = rng.random(stages), rng.random(stages)
     forward_hop_s, backward_hop_s = rng.random(stages - 1), rng.random(stages - 1)
-    order = Order(pp=stages, vpp=1, group_size=1, num_microbatches=microbatches, rendezvous=True)
+    layout = Layout(pp=stages)
     meeting = StageTimes(
         forward_s=tuple(forward_s),
         backward_s=tuple(backward_s),
@@ -241,23 +240,23 @@ def test_a_message_that_meets_its_receiver_is_a_part_of_the_pass_behind_it(
         backward_hop_s=(0.0,) * (stages - 1),
     )
 
-    timeline = Engine(order).timeline(meeting)
+    timeline = engine_of(layout, microbatches, rendezvous=True).timeline(meeting)
 
-    schedule = schedule_of(order.layout, microbatches)
+    schedule = schedule_of(layout, microbatches)
     assert simulate(schedule, longer).makespan_s == pytest.approx(timeline.makespan_s)
     assert simulate(schedule, meeting).makespan_s <= timeline.makespan_s * (1 + 1e-12)
 
 
-def chunked(group_size: int, microbatches: int, *, blocking_ends: bool) -> Order:
+def chunked(group_size: int, microbatches: int, *, blocking_ends: bool) -> Engine:
     """Two ranks of two chunks."""
-    return Order(pp=2, vpp=2, group_size=group_size, num_microbatches=microbatches, blocking_ends=blocking_ends)
+    return engine_of(Layout(pp=2, vpp=2, microbatch_group_size=group_size), microbatches, blocking_ends=blocking_ends)
 
 
 def test_blocking_ends_put_a_hop_before_each_pass_of_the_warm_up_and_the_cool_down() -> None:
     """Rank 0 sends its second micro-batch a hop after the first; its first forward behind the warm-up waits too."""
     times = equal_stages(4, forward_s=1.0, backward_s=2.0, hop_s=0.25)
 
-    timeline = Engine(chunked(2, 4, blocking_ends=True)).timeline(times)
+    timeline = chunked(2, 4, blocking_ends=True).timeline(times)
 
     assert (0.0, 1.25, 2.5, 3.75, 5.0) == timeline.start_s[0][:5]
     # The first gradient of the cool-down that is waited for comes late, the last two a hop after the backward before.
@@ -275,8 +274,7 @@ def test_what_blocking_ends_cost_depends_on_the_group_and_not_on_the_number_of_m
     def more_s(size: int, microbatches: int) -> float:
         """Increase of the step."""
         longer, shorter = (
-            Engine(chunked(size, microbatches, blocking_ends=blocking)).timeline(times).makespan_s
-            for blocking in (True, False)
+            chunked(size, microbatches, blocking_ends=blocking).timeline(times).makespan_s for blocking in (True, False)
         )
         return longer - shorter
 
@@ -323,21 +321,22 @@ def test_counts_by_hand() -> None:
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(orders(), st.integers(0, 10**6), st.integers(1, 6), st.booleans())
+@given(stock_engines(), st.integers(0, 10**6), st.integers(1, 6), st.booleans())
 def test_ends_and_counts_are_those_of_numpy(
-    monkeypatch: pytest.MonkeyPatch, order: Order, seed: int, pipelines: int, are_whole: bool
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Engine], seed: int, pipelines: int, are_whole: bool
 ) -> None:
     """To the last digit, for schedules of every kind; whole numbers make ties, which both settle alike."""
     rng = np.random.default_rng(seed)
-    durations_R = rng.uniform(0.5, 2.0, (3 * order.num_stages, pipelines))
-    hops_R = rng.uniform(0.0, 0.5, (2 * order.num_stages - 1, pipelines))
+    stages = len(make().last_backward_S)
+    durations_R = rng.uniform(0.5, 2.0, (3 * stages, pipelines))
+    hops_R = rng.uniform(0.0, 0.5, (2 * stages - 1, pipelines))
     if are_whole:
         durations_R, hops_R = durations_R.round(), hops_R.round()
     hops_R[-1] = 0.0
     found = []
     for module in (None, in_c("cost.pipeline._longest_path")):
         monkeypatch.setattr(engine, "_IN_C", module)
-        made = Engine(order)
+        made = make()
         found.append(
             (
                 made.ends_AR(durations_R, hops_R),
@@ -348,19 +347,3 @@ def test_ends_and_counts_are_those_of_numpy(
 
     for in_numpy, in_c_code in zip(*found, strict=True):
         assert in_numpy.tolist() == in_c_code.tolist()
-
-
-@given(orders())
-def test_columns_are_those_of_the_schedule(order: Order) -> None:
-    """Action by action, as the schedule that is made of objects."""
-    made = schedule_of(order.layout, order.num_microbatches)
-
-    assert (made.name, made.num_stages, made.rank_S) == (order.name, order.num_stages, order.rank_S)
-    for mine, its in zip(order.columns, made.columns, strict=True):
-        assert its.tolist() == mine.tolist()
-
-
-def test_an_order_that_megatron_refuses_is_refused() -> None:
-    """As the schedule itself is."""
-    with pytest.raises(LayoutError, match="micro-batch group size 2 must lie between"):
-        Order(pp=4, vpp=2, group_size=2, num_microbatches=8)

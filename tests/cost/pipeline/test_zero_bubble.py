@@ -28,7 +28,7 @@ from pipette_launch.cost.pipeline.zero_bubble import (
 )
 from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.schedule import EXECUTABLE, Schedule, one_forward_one_backward, schedule_of
+from pipette_launch.facts.schedule import EXECUTABLE, Schedule, schedule_of
 
 NAMES = sorted(SCHEDULES)
 
@@ -140,7 +140,7 @@ def test_zb_1p_has_the_published_rate(
     schedule = named_schedule("zb-1p", pp=pp, num_microbatches=n, times=times)
     timeline = simulate(schedule, times)
 
-    assert stock_rate == round(bubble_rate(simulate(one_forward_one_backward(pp, n), times)), 4)
+    assert stock_rate == round(bubble_rate(simulate(schedule_of(Layout(pp=pp), n), times)), 4)
     assert bubble_rate(timeline) == pytest.approx(rate, abs=1e-4)
     assert timeline.makespan_s == pytest.approx(n * (f + i + w) + (pp - 1) * (f + i - w + 4 * c), rel=1e-4)
     assert max(peak_live(schedule)) == pp

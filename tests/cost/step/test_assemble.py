@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers.parameters import OnceAStep
-from pipette_launch.cost.pipeline.engine import Engine, Order, StageTimes
+from pipette_launch.cost.pipeline.engine import Engine, StageTimes
 from pipette_launch.cost.step.assemble import (
     aligned_waits_s,
     gather_waits_s,
@@ -23,7 +23,7 @@ from pipette_launch.cost.step.assemble import (
 )
 from pipette_launch.cost.step.work import LayoutWork, Prices
 from pipette_launch.facts import Batch, Layout
-from pipette_launch.facts.schedule import schedule_of
+from pipette_launch.facts.schedule import StockSchedule, schedule_of
 
 Floats = NDArray[np.float64]
 
@@ -33,14 +33,15 @@ def column(*values: float) -> Floats:
     return np.array(values)[:, None]
 
 
-def megatron_waits_s(order: Order, times: StageTimes, gather_s_S: list[float]) -> list[float]:
+def megatron_waits_s(order: StockSchedule, rendezvous: bool, times: StageTimes, gather_s_S: list[float]) -> list[float]:
     """Apply Megatron's rules to the simulated schedule until no wait changes."""
     stages, pp, group = order.num_stages, order.pp, order.group_size
-    schedule = schedule_of(order.layout, order.num_microbatches)
+    layout = Layout(pp=pp, vpp=order.vpp, microbatch_group_size=group)
+    schedule = schedule_of(layout, order.num_microbatches)
     waits = [0.0] * stages
     while True:
         first = tuple(forward + wait for forward, wait in zip(times.forward_s, waits, strict=True))
-        timeline = Engine(order).timeline(replace(times, first_forward_s=first))
+        timeline = Engine(order, rendezvous=rendezvous).timeline(replace(times, first_forward_s=first))
         found = [0.0] * stages
         for rank in range(pp):
             actions = zip(schedule.ranks[rank], timeline.start_s[rank], strict=True)
@@ -106,7 +107,7 @@ def test_aligned_waits_are_those_of_megatrons_rules(
 ) -> None:
     """Uneven stages, hops and gathers from free to far longer than what they could hide behind."""
     group = pp + wider
-    order = Order(pp=pp, vpp=vpp, group_size=group, num_microbatches=groups * group, rendezvous=rendezvous)
+    order = StockSchedule(pp=pp, vpp=vpp, group_size=group, num_microbatches=groups * group)
     stages = order.num_stages
     draw = np.random.default_rng(rng.randrange(1 << 30))  # type: ignore[attr-defined]
     forward, backward, hop = draw.random(stages), draw.random(stages), draw.random(stages - 1)
@@ -122,7 +123,7 @@ def test_aligned_waits_are_those_of_megatrons_rules(
 
     found = aligned_waits_s(layout, gather[:, None], *forwards, rendezvous=rendezvous)[:, 0].tolist()
 
-    assert megatron_waits_s(order, times, gather.tolist()) == pytest.approx(found, abs=1e-9)
+    assert megatron_waits_s(order, rendezvous, times, gather.tolist()) == pytest.approx(found, abs=1e-9)
 
 
 def test_pipelines_side_by_side_are_priced_as_alone() -> None:

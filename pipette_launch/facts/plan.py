@@ -453,16 +453,11 @@ class Shortage:
         return max(memory.need_bytes) * self.free_bytes >= self.need_bytes * memory.free_bytes
 
     def leaner(self, plan: Plan) -> Plan | None:
-        """Remove the candidates of a plan that the shortage rules out. Return None if no candidate remains."""
-        if plan.keeps_own:
-            return None if self.rules_out(plan.own) else plan
-        left = [choice for choice in plan.candidates() if not self.rules_out(choice)]
-        if not left:
-            return None
-        if len(left) == len(plan.candidates()):
-            return plan
-        num_in_line = None if plan.num_in_line is None else len(left) - 1
-        return replace(plan, chosen=left[0], alternatives=tuple(left[1:]), num_in_line=num_in_line)
+        """Return the plan from its first candidate on that the shortage does not rule out, or None."""
+        candidates = plan.candidates() or (plan.own,)
+        attempts = (attempt for attempt, choice in enumerate(candidates) if not self.rules_out(choice))
+        attempt = next(attempts, None)
+        return None if attempt is None else from_candidate(plan, attempt)
 
     @property
     def sentence(self) -> str:

@@ -265,8 +265,8 @@ def adopt(plan: Plan, job: Job, key: str, source: str) -> tuple[Plan, str]:
     if plan.provenance.key == key:
         return adopted, ""
     note = (
-        f"{source} was made for another job, other machines or other versions (its key is {plan.provenance.key}, this "
-        f"job's is {key}): its predictions may not hold here"
+        f"{source} was made for another job, or for other machines, versions or margins (its key is "
+        f"{plan.provenance.key}, this job's is {key}): its predictions may not hold here"
     )
     return replace(adopted, advice=(*adopted.advice, note)), note
 

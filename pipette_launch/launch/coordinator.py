@@ -141,7 +141,8 @@ class Coordinator:
         self.planner.versions = records[0].versions
         self._script.capability = next((one.host.devices[0].compute_capability for one in records if one.host), None)
         if held is not None:
-            self.planner.recall(held, records)
+            self.planner.recall(held)
+            self.planner.learn_shortage(held, records)
         self._measures_anew = isinstance(step, replan.Measure) and step.anew
         match step:
             case replan.Finish() | replan.GiveUp():
@@ -243,7 +244,7 @@ class Coordinator:
         planner = self.planner
         if ruling.stops or ruling.on_standby or self._measures_anew:
             return None
-        cached, trouble = planner.from_cache(job, hosts)
+        cached, trouble = planner.cache.load(hosts)
         self._note(trouble)
         if cached is None:
             return None
@@ -259,7 +260,7 @@ class Coordinator:
         forget = f"to measure all nodes again, delete {planner.cache.path(CLUSTER)}" if ruling.leave_out else ""
         rest = tuple(host for host in hosts if host.name not in ruling.on_standby)
         job = planner.read_keyed(rest)
-        cached, trouble = planner.from_cache(job, rest)
+        cached, trouble = planner.cache.load(rest)
         if cached is None:
             return None
         self._apart(hosts, ruling)

@@ -16,7 +16,7 @@ from pipette_launch.facts.measurements import without_hosts
 from pipette_launch.facts.messages import Decision, NodeRecord, RunScript, RunTraining
 from pipette_launch.facts.plan import Shortage, in_order_of, lower
 from pipette_launch.launch import cache
-from pipette_launch.launch.cache import CLUSTER, PLAN, Cache, ShortageFile
+from pipette_launch.launch.cache import CLUSTER, Cache, ShortageFile
 from pipette_launch.launch.options import Options, Script
 from pipette_launch.launch.plan_reports import PlanDocuments, page_of, page_path, trace_of, trace_path
 from pipette_launch.planning.plan_key import plan_key
@@ -68,16 +68,19 @@ class Planner:
         return job
 
     def read_keyed(self, hosts: Sequence[Host], *, batch: int | None = None) -> Job:
-        """Read the job for these hosts as `read_job` does, and set `cache` to the folder of the job's plan."""
+        """Read the job for these hosts as `read_job` does, and set `cache` to the folder of the job's plan.
+
+        The key of the plan has the memory margin, so after a shortage no cached plan of a smaller margin runs.
+        """
         job = self.read_job(len(hosts) * len(hosts[0].devices), hosts[0].devices[0].kind, batch=batch)
-        options = self._options
+        file = ShortageFile(self._options.cache, hosts[0], job, self.versions)
+        self._shortage_path, self.shortage = file.path, lower(self.shortage, file.load())
+        options = self.options
         settings: list[float | str] = [options.margin, options.memory_margin, *options.schedules]
         num_fallbacks = min(options.tolerate, len(hosts) - self._least_nodes)
         if num_fallbacks > 0:
             settings += ["templates", num_fallbacks]
         self.cache = Cache(options.cache, plan_key(hosts, job, self.versions, settings, environ=self._environ))
-        file = ShortageFile(options.cache, hosts[0], job, self.versions)
-        self._shortage_path, self.shortage = file.path, lower(self.shortage, file.load())
         return job
 
     def read_with_spares(self, hosts: Sequence[Host], num_spares: int) -> Job:
@@ -116,24 +119,6 @@ class Planner:
             adopted = replace(adopted, advice=(*adopted.advice, note))
         return adopted
 
-    def from_cache(self, job: Job, hosts: Sequence[Host]) -> tuple[Plan | None, str]:
-        """Return an earlier job's plan without candidates that are known to run out of memory, and a reason.
-
-        It returns no plan if the cache has no usable plan, or if the cached plan needs too much memory.
-        """
-        plan, trouble = self.cache.load(hosts)
-        if plan is None or self.shortage is None:
-            return plan, trouble
-        leaner = self.shortage.leaner(plan)
-        if leaner is None:
-            return None, f"{self.shortage.sentence}; the cached plan needs as much, so another plan is searched"
-        if leaner.chosen == plan.chosen:
-            return leaner, trouble
-        words = leaner.chosen.layout.words()
-        told = f"{self.shortage.sentence}; of the cached plans {words} needs less and runs instead"
-        leaner = self.without_what_cannot_load(replace(leaner, reasons=(f"{told}.",)), job)
-        return leaner, f"{told} (to forget it, delete {self._shortage_path})"
-
     @property
     def options(self) -> Options:
         """The user's settings. After a plan ran out of memory, the memory margin is larger."""
@@ -163,9 +148,7 @@ class Planner:
         )
         lean = ""
         if self.shortage is not None:
-            forget = ""
-            if self._shortage_path is not None:
-                forget = f" (to forget it, delete {self._shortage_path} and {self.cache.path(PLAN)})"
+            forget = f" (to forget it, delete {self._shortage_path})" if self._shortage_path else ""
             lean = (
                 f"{self.shortage.sentence}; so plans leave {self.options.memory_margin:.0%} of the memory free instead "
                 f"of {self._options.memory_margin:.0%}{forget}"
@@ -215,34 +198,30 @@ class Planner:
 
     # -- after a failure or the loss of a host --------------------------------------------------------------------
 
-    def recall(self, held: Decision, records: Sequence[NodeRecord]) -> None:
-        """Load the measurements of the plan in use, and record a shortage if the last attempt ran out of memory."""
+    def recall(self, held: Decision) -> None:
+        """Load the measurements of the plan in use, and the shortage of memory that the last decision knew."""
         plan = held.plan if isinstance(held, RunScript) else None
         if self.surveyed is None and plan is not None:
             self.surveyed = Cache(self._options.cache, plan.provenance.key).measurements()
         self.shortage = lower(self.shortage, held.shortage)
+
+    def learn_shortage(self, held: Decision, records: Sequence[NodeRecord]) -> None:
+        """Record a shortage for this job and later jobs if the last attempt at training ran out of memory."""
         # Skip a plan file that the user named, because it may predict the memory of other machines.
-        if not isinstance(held, RunTraining) or plan is None or self._options.plan is not None:
+        if not isinstance(held, RunTraining) or held.plan is None or self._options.plan is not None:
             return
-        # A plan for GPUs predicts GPU memory only, so a host that ran out of RAM proves nothing.
-        kinds = ("out-of-memory",) if plan.device_kind == "cuda" else ("out-of-memory", "out-of-host-memory")
-        ended = [record.failure for record in records if record.failure and record.attempt == held.attempt]
-        short = next((failure for failure in ended if failure.kind in kinds), None)
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        found = Shortage.of(held.choice or plan.own, cause=short.sentence, noticed_at=now) if short else None
-        if found is None:
-            return
+        found = _shortage(held, held.plan, records)
         self.shortage = lower(self.shortage, found)
         host = next((record.host for record in records if record.host and record.token in held.tokens), None)
-        if host is None or self.shortage is not found:
+        if found is None or host is None or self.shortage is not found:
             return
+        trouble = f"the shortage of memory ({found.sentence}) cannot be kept for later jobs"
         try:
-            job = self.read_job(held.num_ranks, plan.device_kind)
+            job = self.read_job(held.num_ranks, held.plan.device_kind)
         except PipetteError as error:
-            logger.warning("the shortage of memory (%s) cannot be kept for later jobs: %s", found.sentence, error)
+            logger.warning("%s: %s", trouble, error)
             return
-        file = ShortageFile(self._options.cache, host, job, self.versions)
-        file.write(found, f"the shortage of memory ({found.sentence}) cannot be kept for later jobs")
+        ShortageFile(self._options.cache, host, job, self.versions).write(found, trouble)
 
     def surveyed_of(self, hosts: Sequence[str]) -> Measurements | None:
         """Return the measurements of these hosts; None if a host was not measured."""
@@ -287,3 +266,14 @@ class Planner:
         plans = counted(gone, "plan")
         note = f"Left out: {plans} for fewer hosts, which cannot load the checkpoints of {layout.words()}."
         return replace(plan, templates=left, advice=(*plan.advice, note))
+
+
+def _shortage(held: RunTraining, plan: Plan, records: Sequence[NodeRecord]) -> Shortage | None:
+    # A plan for GPUs predicts GPU memory only, so a host that ran out of RAM proves nothing.
+    kinds = ("out-of-memory",) if plan.device_kind == "cuda" else ("out-of-memory", "out-of-host-memory")
+    ended = [record.failure for record in records if record.failure and record.attempt == held.attempt]
+    short = next((failure for failure in ended if failure.kind in kinds), None)
+    if short is None:
+        return None
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Shortage.of(held.choice or plan.own, cause=short.sentence, noticed_at=now)

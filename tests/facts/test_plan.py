@@ -270,12 +270,12 @@ def test_a_plan_is_ruled_out_by_its_part_of_what_is_free() -> None:
     assert not known.rules_out(choice(PP))
 
 
-def test_candidates_that_need_as_much_are_left_out() -> None:
-    """The next candidate with a smaller need is chosen. Without such a candidate there is no plan."""
+def test_the_first_candidate_with_a_smaller_need_is_chosen() -> None:
+    """Candidates before it are removed. Without such a candidate there is no plan."""
     leaner = shortage().leaner(of_needs(800, 500, 700, 400))
 
     assert leaner is not None
-    assert [500, 400] == [max(one.memory.need_bytes) for one in leaner.candidates()]
+    assert [500, 700, 400] == [max(one.memory.need_bytes) for one in leaner.candidates()]
     assert shortage().leaner(of_needs(800, 600)) is None
 
 

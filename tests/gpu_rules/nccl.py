@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipette_launch.cost.pipeline.engine import StageTimes
-from pipette_launch.facts.schedule import Action, Kind, Message, Program, message_of, message_to
+from pipette_launch.facts.programs import Message, Program, message_of, message_to
+from pipette_launch.facts.schedule import Action, Kind
 
 
 class DeadlockError(Exception):

@@ -17,7 +17,8 @@ from pipette_launch.cost.pipeline.engine import simulate
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Batch, Job, Layout, Measurements, Plan, Samples, files
 from pipette_launch.facts.layout import NO_RECOMPUTE
-from pipette_launch.facts.schedule import EXECUTABLE, programs, schedule_of
+from pipette_launch.facts.programs import programs
+from pipette_launch.facts.schedule import EXECUTABLE, schedule_of
 from pipette_launch.search.schedule_choice import GAIN
 
 

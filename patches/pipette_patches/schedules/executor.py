@@ -24,7 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipette_launch.facts.schedule import Action, Message, Program, message_of
+from pipette_launch.facts.programs import Message, Program, message_of
+from pipette_launch.facts.schedule import Action
 from pipette_patches.replacements import PatchError, Replacement
 from pipette_patches.schedules.v_placement import carry
 

@@ -29,8 +29,8 @@ from packaging.specifiers import SpecifierSet
 from pipette_launch.defaults import PASS_S
 from pipette_launch.errors import FactError
 from pipette_launch.facts import files
-from pipette_launch.facts import schedule as orders
-from pipette_launch.facts.schedule import RELEASES, VARIABLE, Message, Program, Schedule, ScheduleFile
+from pipette_launch.facts.programs import Message, Program, forward_passes, programs
+from pipette_launch.facts.schedule import RELEASES, VARIABLE, Schedule, ScheduleFile
 from pipette_patches.replacements import Patch, PatchError, Replacement, in_module, wrapping
 from pipette_patches.schedules import executor, v_placement
 
@@ -163,9 +163,9 @@ def _programs(known: Schedule, num_microbatches: int, *, forward_only: bool, in_
             f"the schedule {known.name} is for {known.num_microbatches} micro-batches a step; this one has "
             f"{num_microbatches}"
         )
-    passes = orders.forward_passes(known.rank_S, num_microbatches) if forward_only else known.ranks
+    passes = forward_passes(known.rank_S, num_microbatches) if forward_only else known.ranks
     try:
-        return orders.programs(passes, known.rank_S, known.times if in_streams else None, in_streams=in_streams)
+        return programs(passes, known.rank_S, known.times if in_streams else None, in_streams=in_streams)
     except FactError as fault:
         raise PatchError(str(fault)) from fault
 
@@ -174,9 +174,7 @@ def _programs(known: Schedule, num_microbatches: int, *, forward_only: bool, in_
 def _open_ways(path: str, group: Any) -> None:
     """Open the communicators of a pipeline at the first step."""
     _, known = _document(path)
-    ways = {
-        step.way for steps in orders.programs(known.ranks, known.rank_S) for step in steps if isinstance(step, Message)
-    }
+    ways = {step.way for steps in programs(known.ranks, known.rank_S) for step in steps if isinstance(step, Message)}
     # Results travel from the rank of the last stage to the last rank.
     executor.open_ways(group, ways | ({(known.rank_S[-1], known.pp - 1)} if known.placement == "v" else set()))
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from pipette_launch.cost.pipeline.engine import Engine
 from pipette_launch.facts.layout import Floats, Ints
-from pipette_launch.facts.schedule import Action, Message, Program, Schedule, message_to, programs
+from pipette_launch.facts.programs import Message, Program, message_to, programs
+from pipette_launch.facts.schedule import Action, Schedule
 
 _NOTHING = -1
 """Row index that means "no row", whose end counts as time 0."""

@@ -17,7 +17,8 @@ from pipette_launch.cost.pipeline import engine
 from pipette_launch.cost.pipeline.engine import StageTimes, critical_counts, simulate
 from pipette_launch.cost.pipeline.streams import StreamEngine
 from pipette_launch.cost.pipeline.zero_bubble import SCHEDULES, named_schedule
-from pipette_launch.facts.schedule import Schedule, programs
+from pipette_launch.facts.programs import programs
+from pipette_launch.facts.schedule import Schedule
 
 
 def drawn_times(num_stages: int, rng: random.Random) -> StageTimes:

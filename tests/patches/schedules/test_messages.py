@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipette_launch.facts.schedule import Message
+from pipette_launch.facts.programs import Message
 from pipette_patches.replacements import PatchError
 from pipette_patches.schedules import executor
 

@@ -81,7 +81,7 @@ _IN_INFERENCE = "full_iteration_inference"
 """Scope of graphs that only inference uses."""
 
 
-class Graphs(NamedTuple):
+class CudaGraphs(NamedTuple):
     """CUDA graphs of a training step that a job's flags request, in words that are equal for all releases of Megatron.
 
     All code that depends on graphs reads this class: prices, rules, and notes.
@@ -274,7 +274,7 @@ class PerformanceOptions:
     sft: bool = False
 
     @property
-    def graphs(self) -> Graphs:
+    def graphs(self) -> CudaGraphs:
         """CUDA graphs that the options request.
 
         Three flags select an implementation, and three flags select modules. From 0.18 on, the module `full_iteration`
@@ -285,11 +285,11 @@ class PerformanceOptions:
         modules = {*migrated, *self.cuda_graph_scope} - {"full"}
         named = frozenset(modules - {ITERATION, _IN_INFERENCE})
         if (impl == LOCAL and ITERATION in modules) or (impl == "none" and ITERATION in migrated):
-            return Graphs(ITERATION, named)
+            return CudaGraphs(ITERATION, named)
         in_inference = self.inference_cuda_graph_scope == "block" or _IN_INFERENCE in modules
         if impl == LOCAL and in_inference and not named:
-            return Graphs("none", named)
-        return Graphs(impl, frozenset(modules - {_IN_INFERENCE}))
+            return CudaGraphs("none", named)
+        return CudaGraphs(impl, frozenset(modules - {_IN_INFERENCE}))
 
 
 _OPTIONS = {option.name: option for option in fields(PerformanceOptions)}

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.schedule import Action, PassTimes, Ranks
+from pipette_launch.facts.schedule import Action, ExpectedTimes, Ranks
 
 
 class Message(NamedTuple):
@@ -48,7 +48,7 @@ Program = tuple[Action | Message, ...]
 
 
 def programs(
-    passes: Ranks, rank_S: Sequence[int], times: PassTimes | None = None, *, in_streams: bool = True
+    passes: Ranks, rank_S: Sequence[int], times: ExpectedTimes | None = None, *, in_streams: bool = True
 ) -> tuple[Program, ...]:
     """Insert the messages between the passes of each rank.
 
@@ -56,7 +56,7 @@ def programs(
     of messages. If the times are `None`, all passes take equal time. `in_streams` is true for NCCL, whose receives
     occupy a stream until the message arrives, and false for gloo.
     """
-    expected = times or PassTimes.equal(len(rank_S))
+    expected = times or ExpectedTimes.equal(len(rank_S))
     start_of = _starts(passes, rank_S, expected)
     moment_of = {
         message: (start, start + expected.of(action))
@@ -80,7 +80,7 @@ def programs(
     return tuple(tuple(step for *_, step in sorted(rank)) for rank in timed)
 
 
-def _last_start(message: Message, moment: int, start_P: list[list[int]], passes: Ranks, times: PassTimes) -> int:
+def _last_start(message: Message, moment: int, start_P: list[list[int]], passes: Ranks, times: ExpectedTimes) -> int:
     """Return the start time of the pass that the receiver runs when a message is ready.
 
     The result is `moment` if the receiver is idle at that time, and 0 before the receiver's first pass.
@@ -139,7 +139,7 @@ def _needed(action: Action, rank_S: Sequence[int]) -> Message | None:
     return message_of(rank_S, action.stage + (1 if is_gradient else -1), action.microbatch, is_gradient=is_gradient)
 
 
-def _starts(passes: Ranks, rank_S: Sequence[int], times: PassTimes) -> dict[Action, int]:
+def _starts(passes: Ranks, rank_S: Sequence[int], times: ExpectedTimes) -> dict[Action, int]:
     """Return the start (ns) of each pass if messages do not wait for other messages; FactError for a deadlock."""
     ends: dict[Message, int] = {}
     found: dict[Action, int] = {}
@@ -167,7 +167,7 @@ def _starts(passes: Ranks, rank_S: Sequence[int], times: PassTimes) -> dict[Acti
     return found
 
 
-def _hop(message: Message, times: PassTimes) -> int:
+def _hop(message: Message, times: ExpectedTimes) -> int:
     """Return the expected nanoseconds of a message. A tensor that stays on its rank takes no time."""
     if message.source == message.target:
         return 0

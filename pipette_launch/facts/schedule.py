@@ -75,7 +75,7 @@ class Columns(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PassTimes:
+class ExpectedTimes:
     """Expected nanoseconds of passes and messages, which decide the order of messages, with one entry for each stage.
 
     Times are whole numbers, so that all ranks compute equal sums. Raise FactError if an entry is missing, if a pass
@@ -105,7 +105,7 @@ class PassTimes:
             raise FactError("pass times: each pass takes at least 1 ns, and each hop at least 0 ns")
 
     @classmethod
-    def equal(cls, num_stages: int) -> PassTimes:
+    def equal(cls, num_stages: int) -> ExpectedTimes:
         """Return equal times for all passes, and 0 for messages."""
         one, nothing = (1,) * num_stages, (0,) * (num_stages - 1)
         return cls(forward=one, backward=one, input=one, weight=one, forward_hop=nothing, backward_hop=nothing)
@@ -129,7 +129,7 @@ class Schedule:
     num_microbatches: int
     ranks: Ranks
     placement: Placement = "loop"
-    times: PassTimes | None = None
+    times: ExpectedTimes | None = None
     """Expected times, which decide the order of messages over NCCL. None = all passes take equal time."""
 
     def __post_init__(self) -> None:
@@ -241,7 +241,7 @@ class ScheduleFile:
     """Actions of each pipeline rank, separated by blanks."""
     checks_first_step: bool = False
     """True if Megatron's own schedule also runs the first step, to compare results. This needs memory for both runs."""
-    times: PassTimes | None = None
+    times: ExpectedTimes | None = None
     """Expected times, as in `Schedule.times`."""
 
     @classmethod

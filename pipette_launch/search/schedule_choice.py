@@ -16,12 +16,12 @@ from typing import TypeVar
 
 from pipette_launch.cost.memory.overhead import measured_overhead, num_communicators
 from pipette_launch.cost.memory.peak import folded_peaks, kept_by_chunk
-from pipette_launch.cost.pipeline.zero_bubble import SCHEDULES, most_kept, named_schedule, peak_live_bytes
+from pipette_launch.cost.pipeline.zero_bubble import SCHEDULES, most_kept, named_schedule, schedule_peak_bytes
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Choice, Cluster, Job, Layout, Recompute
 from pipette_launch.facts.job import flag_of
 from pipette_launch.facts.layout import NO_RECOMPUTE
-from pipette_launch.facts.schedule import RELEASES, PassTimes, Schedule, ScheduleFile, schedule_of
+from pipette_launch.facts.schedule import RELEASES, ExpectedTimes, Schedule, ScheduleFile, schedule_of
 from pipette_launch.search.candidates import Candidate, Promising, SearchInputs
 from pipette_launch.search.choose import choice_of
 from pipette_launch.search.placement import begin, improve
@@ -102,7 +102,7 @@ class _LayoutMemory:
     def peaks(self, live_bytes: Sequence[int], *, is_folded: bool) -> tuple[int, ...]:
         """Predict the peak bytes of each pipeline rank from the bytes of its live activations, in a loop or in a V."""
         if not is_folded:
-            stock_bytes = peak_live_bytes(self.stock, self.kept_bytes)
+            stock_bytes = schedule_peak_bytes(self.stock, self.kept_bytes)
             each = zip(self.stock_peaks, stock_bytes, live_bytes, strict=True)
             return tuple(peak - stock + live for peak, stock, live in each)
         factor = self.inputs.predictor.memory_factor
@@ -190,7 +190,7 @@ def _choices(inputs: SearchInputs, candidate: Candidate, names: Sequence[str], i
         except FactError:
             # No order of passes stays within the schedule's memory.
             continue
-        live_bytes = peak_live_bytes(schedule, kept_bytes, waiting_bytes)
+        live_bytes = schedule_peak_bytes(schedule, kept_bytes, waiting_bytes)
         peaks = memory.peaks(live_bytes, is_folded=schedule.placement == "v")
         if max(peaks) <= memory.limit_bytes:
             # If both schedules run each rank's forwards in the same order, dropout draws the same numbers.
@@ -236,7 +236,7 @@ def _better_placed(inputs: SearchInputs, choice: Choice, rng: random.Random, is_
     return min(choice, better, key=lambda one: one.step_time_s)
 
 
-def _times(inputs: SearchInputs, layout: Layout, placement: Sequence[int], schedule: Schedule) -> PassTimes | None:
+def _times(inputs: SearchInputs, layout: Layout, placement: Sequence[int], schedule: Schedule) -> ExpectedTimes | None:
     """Return the pass times that fix the order of messages over NCCL; None over gloo, where messages need no order."""
     if inputs.cluster.device_kind != "cuda":
         return None

@@ -18,20 +18,20 @@ from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.programs import Message, Program, forward_passes, message_to, programs
 from pipette_launch.facts.schedule import (
     Action,
-    PassTimes,
+    ExpectedTimes,
     Schedule,
     action_of,
     schedule_of,
 )
 
 
-def drawn_times(num_stages: int, rng: random.Random) -> PassTimes:
+def drawn_times(num_stages: int, rng: random.Random) -> ExpectedTimes:
     """Draw short times, some of them equal, or very different times."""
     most = rng.choice((2, 5, 1000))
     forward, input_, weight = ([rng.randint(1, most) for _ in range(num_stages)] for _ in range(3))
     hops = [[rng.randint(0, most) for _ in range(num_stages - 1)] for _ in range(2)]
     backward = [one + other for one, other in zip(input_, weight, strict=True)]
-    return PassTimes(
+    return ExpectedTimes(
         forward=tuple(forward),
         backward=tuple(backward),
         input=tuple(input_),
@@ -96,7 +96,7 @@ def test_both_ends_of_a_way_have_its_messages_in_one_order(pp: int, microbatches
 
 def test_a_receive_is_posted_before_the_pass_that_computes_when_its_message_is_ready() -> None:
     """Rank 0 computes 0F2 while rank 1 makes the gradient of micro-batch 0. After 0F2 the receive is late."""
-    times = replace(PassTimes.equal(2), forward=(9, 3))
+    times = replace(ExpectedTimes.equal(2), forward=(9, 3))
     first = tuple(map(action_of, "0F0 0F1 0F2 0B0 0B1 0B2".split()))
     second = tuple(map(action_of, "1F0 1B0 1F1 1B1 1F2 1B2".split()))
 

@@ -16,7 +16,7 @@ from pipette_launch.facts import files
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.schedule import (
     Action,
-    PassTimes,
+    ExpectedTimes,
     Schedule,
     ScheduleFile,
     StockSchedule,
@@ -172,8 +172,8 @@ def test_live_passes(schedule: Schedule, expected: list[int]) -> None:
     assert expected == peak_live(schedule)
 
 
-@pytest.mark.parametrize("times", [None, replace(PassTimes.equal(6), forward=(3, 1, 4, 1, 5, 9))])
-def test_a_schedule_comes_back_from_its_file(times: PassTimes | None) -> None:
+@pytest.mark.parametrize("times", [None, replace(ExpectedTimes.equal(6), forward=(3, 1, 4, 1, 5, 9))])
+def test_a_schedule_comes_back_from_its_file(times: ExpectedTimes | None) -> None:
     """All actions, the shape and the times survive."""
     schedule = replace(named_schedule("v-half", pp=3, num_microbatches=6), times=times)
     text = files.dumps(ScheduleFile.of(schedule))
@@ -210,10 +210,10 @@ def test_actions_that_are_no_schedule_are_refused() -> None:
 def test_times_that_are_not_those_of_one_pipeline_are_refused(changes: dict[str, tuple[int, ...]], words: str) -> None:
     """The message names the needed number or the lower limit."""
     with pytest.raises(FactError, match=words):
-        replace(PassTimes.equal(3), **changes)
+        replace(ExpectedTimes.equal(3), **changes)
 
 
 def test_times_of_another_pipeline_are_refused() -> None:
     """A schedule of four stages needs four times of each pass."""
     with pytest.raises(FactError, match="times of 3 stages for 4"):
-        replace(schedule_of(Layout(pp=2, vpp=2), 4), times=PassTimes.equal(3))
+        replace(schedule_of(Layout(pp=2, vpp=2), 4), times=ExpectedTimes.equal(3))

@@ -28,7 +28,7 @@ from tiny_gpt import MICRO_BATCH_SIZE, SEQ_LENGTH, batches, build, forward_step,
 
 from pipette_launch.cost.pipeline.zero_bubble import named_schedule
 from pipette_launch.facts import files
-from pipette_launch.facts.schedule import PassTimes, ScheduleFile
+from pipette_launch.facts.schedule import ExpectedTimes, ScheduleFile
 from pipette_patches.schedules import executor, patch
 from pipette_patches.schedules.executor import PendingMessages, PipelineStep
 from pipette_patches.storage_meter import metered
@@ -161,7 +161,7 @@ def compare(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     theirs = {name: value for name, value in options.items() if name not in OURS}
     stock_losses, stock_gradients, stock_bytes = stock(json.dumps(theirs, sort_keys=True))
     made = named_schedule(options["schedule"]["name"], pp=options["pp"], num_microbatches=options["microbatches"])
-    made = replace(made, times=PassTimes.equal(made.num_stages))
+    made = replace(made, times=ExpectedTimes.equal(made.num_stages))
     files.write(path, ScheduleFile.of(made, checks_first_step=options.get("checks_first_step", False)))
     os.environ["PIPETTE_SCHEDULE"] = str(path)
     counted = Counted()

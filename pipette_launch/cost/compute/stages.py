@@ -26,7 +26,7 @@ _MODELLED = "Compute time of {} was not measured. A model of the device carried 
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
+class PassSeconds:
     """Seconds of the passes of one micro-batch."""
 
     forward_s: float = 0.0
@@ -42,9 +42,9 @@ class Passes:
     recompute_idle_s: float = 0.0
     """The part of `backward_idle_s` in the recompute."""
 
-    def __add__(self, other: Passes) -> Passes:
-        # The sum is written out for speed, because a search adds up ten thousand `Passes`.
-        return Passes(
+    def __add__(self, other: PassSeconds) -> PassSeconds:
+        # The sum is written out for speed, because a search adds up ten thousand `PassSeconds`.
+        return PassSeconds(
             self.forward_s + other.forward_s,
             self.backward_s + other.backward_s,
             self.recompute_s + other.recompute_s,
@@ -54,10 +54,10 @@ class Passes:
             self.recompute_idle_s + other.recompute_idle_s,
         )
 
-    def __mul__(self, factor: float) -> Passes:
-        return Passes(*[seconds * factor for seconds in _seconds(self)])
+    def __mul__(self, factor: float) -> PassSeconds:
+        return PassSeconds(*[seconds * factor for seconds in _seconds(self)])
 
-    def again(self, share: float) -> Passes:
+    def again(self, share: float) -> PassSeconds:
         """Return the passes of a layer whose backward runs the share `share` of the forward again."""
         again_s, idle_s = self.forward_s * share, self.forward_idle_s * share
         return replace(
@@ -65,10 +65,10 @@ class Passes:
         )
 
     @property
-    def busy(self) -> Passes:
+    def busy(self) -> PassSeconds:
         """The same passes without the time in which the device waits for the host."""
         backward_s = self.backward_s - (self.backward_idle_s - self.recompute_idle_s)
-        return Passes(
+        return PassSeconds(
             forward_s=self.forward_s - self.forward_idle_s,
             backward_s=backward_s,
             recompute_s=self.recompute_s - self.recompute_idle_s,
@@ -76,7 +76,7 @@ class Passes:
         )
 
 
-_seconds = attrgetter(*Passes.__slots__)
+_seconds = attrgetter(*PassSeconds.__slots__)
 
 
 class ComputeTable:
@@ -93,9 +93,9 @@ class ComputeTable:
         """`cuda` or `cpu`, the same for all slots."""
         self._repriced = repriced(job, measurements)
         compute = self._repriced.compute
-        self._passes: dict[tuple[ComputeCase, str], Passes] = {}
+        self._passes: dict[tuple[ComputeCase, str], PassSeconds] = {}
         # Times of parts with experts for each (EP, ETP), if the warm-up timed several pairs (EP, ETP).
-        self._shared: dict[tuple[ComputeCase | None, int, int], dict[str, Passes]] = {}
+        self._shared: dict[tuple[ComputeCase | None, int, int], dict[str, PassSeconds]] = {}
         for (case, part, ep, etp), one in _median_passes(compute, measurements.cluster.slot_speed).items():
             if ep:
                 self._shared.setdefault((case, ep, etp), {})[part] = one
@@ -120,7 +120,7 @@ class ComputeTable:
         """True if offloading copies activations to the host, so that passes depend on all degrees that cut tensors."""
         self._loading = measurements.loading or LoadingTime(batch_s=0.0, sample_s=0.0)
         self._parts = ("embedding", "head", *sorted({*job.model.layer_kinds, *job.model.prediction_kinds})[::-1])
-        self._scaled: dict[ComputeCase, dict[str, Passes]] = {}
+        self._scaled: dict[ComputeCase, dict[str, PassSeconds]] = {}
         cases = sorted({case for case, _ in self._passes})
         self._complete = [case for case in cases if all((case, part) in self._passes for part in self._parts)]
         self._sources: dict[ComputeCase, ComputeCase | None] = {case: case for case in self._complete}
@@ -162,13 +162,13 @@ class ComputeTable:
             return f"Layers were timed and priced without {flags}: {origin}."
         return f"Layers were timed without {flags}. A model of {origin} multiplies their time by {factors[source]:.2f}."
 
-    def chunk_passes(self, layout: Layout) -> tuple[Passes, ...]:
+    def chunk_passes(self, layout: Layout) -> tuple[PassSeconds, ...]:
         """Return the passes of one micro-batch on each chunk in model order, with recompute, without communication.
 
         Raises PlanError if no case with the layout's tp was measured.
         """
         chunks = self._unloaded(layout)
-        loaded = Passes(forward_s=self._loading.seconds(layout.micro_batch_size))
+        loaded = PassSeconds(forward_s=self._loading.seconds(layout.micro_batch_size))
         # If the pipeline has a single stage, the time for loading its tokens already includes loading its labels.
         readers = {0, layout.num_chunks - 1, *((layout.mtp_chunk,) if layout.chunks_after_mtp else ())}
         return tuple(chunk + loaded if index in readers else chunk for index, chunk in enumerate(chunks))
@@ -200,16 +200,16 @@ class ComputeTable:
             f"{min(ratios):.2f} to {max(ratios):.2f} times the sum of {'its' if len(ratios) == 1 else 'their'} parts."
         )
 
-    def _unloaded(self, layout: Layout) -> list[Passes]:
+    def _unloaded(self, layout: Layout) -> list[PassSeconds]:
         """Return the passes of one micro-batch on each chunk in model order, without the loading of batches."""
         model, part = self._job.model, self._passes_of(layout)
         chunks, first = [], 0
-        seen: dict[tuple[LayerKind, ...], Passes] = {}
+        seen: dict[tuple[LayerKind, ...], PassSeconds] = {}
         for layers in layout.chunk_layers(model.num_layers):
             kinds = model.layer_kinds[first : first + layers]
             first += layers
             if kinds not in seen:
-                seen[kinds] = sum((self._layer(layout, part, *each) for each in enumerate(kinds)), Passes())
+                seen[kinds] = sum((self._layer(layout, part, *each) for each in enumerate(kinds)), PassSeconds())
             chunks.append(seen[kinds])
         # Schedules never delay weight gradients of embedding and head, because the head would have to keep its logits'
         # gradients.
@@ -219,7 +219,7 @@ class ComputeTable:
         chunks[layout.mtp_chunk] += prediction
         return chunks
 
-    def unit_passes(self, layout: Layout) -> tuple[Passes, ...]:
+    def unit_passes(self, layout: Layout) -> tuple[PassSeconds, ...]:
         """Return the passes of each unit that `chunk_passes` adds up; 0 s for kinds of layers that the model lacks.
 
         Each kind of layer has two units: a layer without full recompute (but with selective recompute), and a layer
@@ -243,8 +243,10 @@ class ComputeTable:
         model, part = self._job.model, {name: passes.busy for name, passes in self._passes_of(layout).items()}
         kinds = model.layer_kinds if model.hybrid or model.linear_layers else model.layer_kinds[:1]
         shares = {kind: count / len(kinds) for kind, count in Counter(kinds).items()}
-        layer = sum((part[kind] * share for kind, share in shares.items()), Passes())
-        column = sum((part[kind] * (share * column_share(self._job, kind)) for kind, share in shares.items()), Passes())
+        layer = sum((part[kind] * share for kind, share in shares.items()), PassSeconds())
+        column = sum(
+            (part[kind] * (share * column_share(self._job, kind)) for kind, share in shares.items()), PassSeconds()
+        )
         whole = {kind: self._whole_layer(layout, part, kind) for kind in model.possible_kinds}
         return Hiding(
             core_attention_s=self._core_s(part, kinds),
@@ -256,7 +258,7 @@ class ComputeTable:
             | {("backward", kind): one.backward_s + one.recompute_s for kind, one in whole.items()},
         )
 
-    def _core_s(self, part: Mapping[str, Passes], kinds: Sequence[LayerKind]) -> float:
+    def _core_s(self, part: Mapping[str, PassSeconds], kinds: Sequence[LayerKind]) -> float:
         """Return the forward seconds of scores and context in a layer that has attention: measured, else by FLOPs."""
         if _CORE in part:
             return part[_CORE].forward_s
@@ -270,7 +272,7 @@ class ComputeTable:
             return None
         return {name: passes.forward_s + passes.backward_s for name, passes in self._part_passes(case).items()}
 
-    def _passes_of(self, layout: Layout) -> dict[str, Passes]:
+    def _passes_of(self, layout: Layout) -> dict[str, PassSeconds]:
         """Return the passes of each part for a layout's compute case and for its number of experts on a rank."""
         case = case_of(layout)
         passes, source = self._part_passes(case), self.source(case)
@@ -279,7 +281,7 @@ class ComputeTable:
             return passes
         return passes | {name: one * _tokens(case, source) for name, one in shared.items()}
 
-    def _part_passes(self, case: ComputeCase) -> dict[str, Passes]:
+    def _part_passes(self, case: ComputeCase) -> dict[str, PassSeconds]:
         if case in self._scaled:
             return self._scaled[case]
         source = self.source(case)
@@ -293,7 +295,7 @@ class ComputeTable:
         self._scaled[case] = {name: self._passes[source, name] * factor for name in known}
         return self._scaled[case]
 
-    def _ends(self, layout: Layout, part: dict[str, Passes]) -> tuple[Passes, Passes]:
+    def _ends(self, layout: Layout, part: dict[str, PassSeconds]) -> tuple[PassSeconds, PassSeconds]:
         """Return the passes of all heads, and of all depths of multi-token prediction without their heads.
 
         Every depth has its own head, on the stage of the model's head (gpt_model.py:611-660; DeepSeek-V3, section 2.2).
@@ -303,26 +305,28 @@ class ComputeTable:
         """
         model, head = self._job.model, replace(part["head"], weight_grad_s=0.0)
         if not model.mtp_num_layers:
-            return head, Passes()
+            return head, PassSeconds()
         kinds = model.prediction_kinds
-        plain = sum((part[kind] for kind in kinds), Passes())
-        layers = sum((self._layer(layout, part, layout.recompute.num_layers, kind) for kind in kinds), Passes())
+        plain = sum((part[kind] for kind in kinds), PassSeconds())
+        layers = sum((self._layer(layout, part, layout.recompute.num_layers, kind) for kind in kinds), PassSeconds())
         depth, whole = plain, part.get(_PREDICTION)
         if whole:
             timed = ("forward_s", "backward_s", "forward_idle_s", "backward_idle_s")
-            depth = Passes(**{name: max(0.0, getattr(whole, name) - getattr(head, name)) for name in timed})
+            depth = PassSeconds(**{name: max(0.0, getattr(whole, name) - getattr(head, name)) for name in timed})
         idle_s = depth.backward_idle_s + layers.backward_idle_s - plain.backward_idle_s
         again = {"recompute_s": layers.recompute_s, "recompute_idle_s": layers.recompute_idle_s}
         depth = replace(depth, **again, backward_idle_s=idle_s, weight_grad_s=0.0)
         return head * (1 + model.mtp_num_layers), depth * model.mtp_num_layers
 
-    def _whole_layer(self, layout: Layout, part: dict[str, Passes], kind: LayerKind, *, again: bool = False) -> Passes:
+    def _whole_layer(
+        self, layout: Layout, part: dict[str, PassSeconds], kind: LayerKind, *, again: bool = False
+    ) -> PassSeconds:
         """Return the passes of one layer, with full recompute if `again`; 0 s if the model has no layer of the kind."""
         if kind not in self._parts:
-            return Passes()
+            return PassSeconds()
         return self._layer(layout, part, 0 if again else layout.recompute.num_layers, kind)
 
-    def _layer(self, layout: Layout, part: dict[str, Passes], index_in_chunk: int, kind: LayerKind) -> Passes:
+    def _layer(self, layout: Layout, part: dict[str, PassSeconds], index_in_chunk: int, kind: LayerKind) -> PassSeconds:
         layer, source = part[kind], self.source(case_of(layout))
         share = recompute_share(self._job, layout, index_in_chunk, kind)
         if layout.recompute.granularity == "full" and source:
@@ -347,7 +351,7 @@ class ComputeTable:
 
 def _median_passes(
     compute: Sequence[ComputeTime], speed: Sequence[float]
-) -> dict[tuple[ComputeCase, str, int, int], Passes]:
+) -> dict[tuple[ComputeCase, str, int, int], PassSeconds]:
     """Convert the times of all measured slots to speed 1, and return their medians by (case, part, EP, ETP)."""
     times: dict[tuple[ComputeCase, str, int, int], list[dict[str, float]]] = {}
     for time in compute:
@@ -361,7 +365,7 @@ def _median_passes(
         scaled = {name: speed[time.slot] * each for name, each in seconds.items()}
         times.setdefault((time.case, time.part, time.ep, time.etp), []).append(scaled)
     return {
-        key: Passes(**{name: statistics.median([one[name] for one in group]) for name in group[0]})
+        key: PassSeconds(**{name: statistics.median([one[name] for one in group]) for name in group[0]})
         for key, group in times.items()
     }
 

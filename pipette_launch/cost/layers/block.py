@@ -199,7 +199,7 @@ class Block(Sizes, ABC):
     """
 
     graph_parts: tuple[str, ...] = ()
-    """Parts of the block, in order, that CUDA graphs can hold, by Megatron's names (`Graphs.captured`)."""
+    """Parts of the block, in order, that CUDA graphs can hold, by Megatron's names (`CudaGraphs.captured`)."""
     recompute_module = ""
     """Megatron's name of the block as a module of selective recompute; empty if the block cannot be recomputed."""
 

@@ -16,9 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts import schedule as orders
 from pipette_launch.facts.layout import Floats, Ints, Layout
-from pipette_launch.facts.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Columns, Schedule, StockSchedule
+from pipette_launch.facts.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Columns,
+    ExpectedTimes,
+    Schedule,
+    StockSchedule,
+    positions,
+)
 from pipette_launch.installed import compiled
 
 NANOSECOND_S = 1e-9
@@ -59,7 +68,7 @@ class StageTimes:
         return [*self.forward_hop_s, *self.backward_hop_s, 0.0]
 
     @property
-    def expected(self) -> orders.PassTimes:
+    def expected(self) -> ExpectedTimes:
         """Times of passes and messages in nanoseconds, including guessed input and weight gradients if unknown."""
         stages = len(self.forward_s)
         durations = [max(1, round(seconds / NANOSECOND_S)) for seconds in self.durations_s]
@@ -67,7 +76,7 @@ class StageTimes:
         input_, weight = halves or (backward, backward)
         hops = (self.forward_hop_s, self.backward_hop_s)
         forward_hop, backward_hop = (tuple(round(seconds / NANOSECOND_S) for seconds in each) for each in hops)
-        return orders.PassTimes(
+        return ExpectedTimes(
             forward=forward,
             backward=backward,
             input=input_,
@@ -90,7 +99,7 @@ class Timeline:
         return max(ends[-1] for ends in self.end_s)
 
 
-class Graph(NamedTuple):
+class DependencyGraph(NamedTuple):
     """Dependency graph of a schedule's actions, numbered rank after rank in the order in which each rank runs them."""
 
     previous_A: Ints
@@ -103,11 +112,11 @@ class Graph(NamedTuple):
     """Number of actions in the longest chain that must run before each action."""
 
 
-def _graph_of(schedule: Schedule | StockSchedule) -> Graph:
+def _graph_of(schedule: Schedule | StockSchedule) -> DependencyGraph:
     columns = schedule.columns
     rank_A, stage_A, kind_A, microbatch_A = columns
     is_first_A = np.concatenate(([True], rank_A[1:] != rank_A[:-1]))
-    place_SKM = orders.positions(columns, num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches)
+    place_SKM = positions(columns, num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches)
     back_SM = np.maximum(place_SKM[:, BACKWARD], place_SKM[:, INPUT])
     nothing_1M = np.full((1, schedule.num_microbatches), NO_ACTION)
     forward_cause_SM = np.concatenate((nothing_1M, place_SKM[:-1, FORWARD]))
@@ -116,7 +125,7 @@ def _graph_of(schedule: Schedule | StockSchedule) -> Graph:
     backward_A = np.where(kind_A == WEIGHT, NO_ACTION, backward_cause_SM[where])
     cause_A = np.where(kind_A == FORWARD, forward_cause_SM[where], backward_A)
     bounds_P = np.concatenate((np.flatnonzero(is_first_A), [len(rank_A)]))
-    return Graph(
+    return DependencyGraph(
         previous_A=np.where(is_first_A, NO_ACTION, np.arange(len(rank_A)) - 1),
         cause_A=cause_A,
         level_A=_assigned_levels(cause_A, bounds_P, columns, schedule.name),
@@ -163,15 +172,15 @@ class Engine:
     def __init__(
         self, schedule: Schedule | StockSchedule, *, rendezvous: bool = False, blocking_ends: bool = False
     ) -> None:
-        self._order, self._rendezvous, self._blocking_ends = schedule, rendezvous, blocking_ends
+        self._schedule, self._rendezvous, self._blocking_ends = schedule, rendezvous, blocking_ends
         # Megatron's own schedules never deadlock. Other schedules are sorted at once, to raise the error here.
         if not isinstance(schedule, StockSchedule):
             assert self.graph
 
     @cached_property
-    def graph(self) -> Graph:
+    def graph(self) -> DependencyGraph:
         """Dependency graph of the schedule."""
-        return _graph_of(self._order)
+        return _graph_of(self._schedule)
 
     @property
     def meets_receivers(self) -> bool:
@@ -181,7 +190,7 @@ class Engine:
     @property
     def columns(self) -> Columns:
         """Actions of the schedule, rank after rank, in the order of a `Timeline`."""
-        return self._order.columns
+        return self._schedule.columns
 
     @cached_property
     def place_A(self) -> Ints:
@@ -208,7 +217,7 @@ class Engine:
         """Index of each stage's last backward in the engine's own order."""
         _, stage_A, kind_A, _ = self.columns
         ends_A = np.flatnonzero((kind_A != FORWARD) & (kind_A != INPUT))
-        last_S = np.zeros(self._order.num_stages, dtype=np.int64)
+        last_S = np.zeros(self._schedule.num_stages, dtype=np.int64)
         np.maximum.at(last_S, stage_A[ends_A], ends_A)
         return np.asarray(self.place_A[last_S])
 
@@ -222,11 +231,11 @@ class Engine:
 
     def ends_at(self, places_X: Ints, durations_R: Floats, hops_R: Floats) -> Floats:
         """Return the ends of the actions at indices `places_X` of the engine's order, one column for each pipeline."""
-        stages = self._order.num_stages
+        stages = self._schedule.num_stages
         if len(hops_R) != 2 * stages - 1 or len(durations_R) not in (3 * stages, 5 * stages):
             raise FactError(f"times of {(len(hops_R) + 1) // 2} stages for a schedule of {stages}")
         if len(durations_R) < 5 * stages and self.splits_backward:
-            raise FactError(f"{self._order.name} splits the backward: give input_s and weight_s of each stage")
+            raise FactError(f"{self._schedule.name} splits the backward: give input_s and weight_s of each stage")
         at_once = max(_ENDS_AT_ONCE // len(self._sorted_level_A), _FEWEST_AT_ONCE)
         found = np.empty((len(places_X), durations_R.shape[1]))
         for first in range(0, durations_R.shape[1], at_once):
@@ -273,7 +282,7 @@ class Engine:
     def splits_backward(self) -> bool:
         """True if the schedule runs some weight gradients (W) apart from input gradients (I)."""
         # Megatron's own schedules never split the backward, so their actions need not be listed here.
-        return not isinstance(self._order, StockSchedule) and bool((self.columns.kind_A == WEIGHT).any())
+        return not isinstance(self._schedule, StockSchedule) and bool((self.columns.kind_A == WEIGHT).any())
 
     @cached_property
     def _sorted_level_A(self) -> Ints:
@@ -295,13 +304,13 @@ class Engine:
         # Block of durations for each kind of `KINDS` (F, B, I, W); the first forward has its own block.
         block_A = np.array([0, 1, 3, 4])[kind_A]
         block_A[(kind_A == FORWARD) & (microbatch_A == 0)] = 2
-        return block_A * self._order.num_stages + stage_A
+        return block_A * self._schedule.num_stages + stage_A
 
     def _hop_A(self) -> Ints:
         """Return the index in `StageTimes.hops_s` of the message that brings the input of each action."""
         _, stage_A, kind_A, _ = self.columns
-        stages = self._order.num_stages
-        rank_S = np.array(self._order.rank_S)
+        stages = self._schedule.num_stages
+        rank_S = np.array(self._schedule.rank_S)
         none = 2 * (stages - 1)
         crosses_S = rank_S[1:] != rank_S[:-1]
         forward_S = np.concatenate(([none], np.where(crosses_S, np.arange(stages - 1), none)))
@@ -315,7 +324,7 @@ class Engine:
         The rank waits for the message that the action needs. In a blocking warm-up or cool-down, an action that needs
         no message waits for the message that its rank sent before.
         """
-        none = 2 * (self._order.num_stages - 1)
+        none = 2 * (self._schedule.num_stages - 1)
         if self._rendezvous:
             return hop_A
         if not self._blocking_ends:
@@ -324,9 +333,9 @@ class Engine:
         rank_A, stage_A, kind_A, _ = self.columns
         # Stage that needs each result. No stage needs the last stage's forward or the first stage's backward.
         step_A = np.where(kind_A == FORWARD, 1, -1)
-        target_A = np.clip(stage_A + step_A, 0, self._order.num_stages - 1)
-        stays_A = np.array(self._order.rank_S)[target_A] == rank_A
-        way_A = np.where(kind_A == FORWARD, stage_A, self._order.num_stages - 2 + stage_A)
+        target_A = np.clip(stage_A + step_A, 0, self._schedule.num_stages - 1)
+        stays_A = np.array(self._schedule.rank_S)[target_A] == rank_A
+        way_A = np.where(kind_A == FORWARD, stage_A, self._schedule.num_stages - 2 + stage_A)
         sent_A = np.where(previous_A < 0, none, np.where(stays_A, none, way_A)[previous_A])
         return np.where(self._blocked_A(), np.where(hop_A == none, sent_A, hop_A), none)
 
@@ -337,10 +346,10 @@ class Engine:
         The message for the cool-down's first backward was requested during an earlier pass (schedules.py of
         core_v0.16.1, forward_backward_pipelining_with_interleaving).
         """
-        assert isinstance(self._order, StockSchedule)
+        assert isinstance(self._schedule, StockSchedule)
         rank_A, _, kind_A, _ = self.columns
-        forwards = self._order.num_microbatches * self._order.vpp
-        ahead_A = np.minimum(self._order.warmup_P, forwards)[rank_A]
+        forwards = self._schedule.num_microbatches * self._schedule.vpp
+        ahead_A = np.minimum(self._schedule.warmup_P, forwards)[rank_A]
         is_forward_A = kind_A == FORWARD
         # Number of forwards (or of backwards) on the same rank before each forward (or backward).
         number_A = np.where(is_forward_A, np.cumsum(is_forward_A), np.cumsum(~is_forward_A)) - rank_A * forwards - 1

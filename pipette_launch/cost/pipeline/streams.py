@@ -32,9 +32,10 @@ class StreamEngine(Engine):
     waiting receive occupies multiprocessors.
     """
 
+    _schedule: Schedule
+
     def __init__(self, schedule: Schedule) -> None:
         super().__init__(schedule)
-        self._schedule = schedule
 
     @cached_property
     def table_A(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:

@@ -155,7 +155,7 @@ def most_kept(name: str, held_S: Sequence[float], num_microbatches: int) -> tupl
     return tuple(most * held for held in held_P)
 
 
-def peak_live_bytes(
+def schedule_peak_bytes(
     schedule: Schedule, chunk_bytes: Sequence[int], waiting_bytes: Sequence[int] | None = None
 ) -> tuple[int, ...]:
     """Return the most bytes that each rank's stages hold for micro-batches whose backward is not done.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from pipette_launch.cost.communication.exchanges import StepTraffic, Waits, exchanges, step_traffic
-from pipette_launch.cost.compute.stages import ComputeTable, Passes
+from pipette_launch.cost.compute.stages import ComputeTable, PassSeconds
 from pipette_launch.cost.layers.block import residual_bytes
 from pipette_launch.cost.layers.parameters import OnceAStep, expert_dp, gradient_bytes_per_parameter, shard_copies
 from pipette_launch.cost.layers.passes import Collective, Exchange
@@ -19,7 +19,7 @@ from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Floats, Ints, Layout
 from pipette_launch.facts.measurements import Measurements
 
-_PASSES = [passes.name for passes in fields(Passes)]
+_PASS_FIELDS = [one.name for one in fields(PassSeconds)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class LayoutWork:
             layout=layout,
             num_microbatches=num_microbatches,
             engine=engine_of(layout, num_microbatches, rendezvous=meets, blocking_ends=blocks),
-            **{f"{name}_S": np.array([getattr(chunk, name) for chunk in passes]) for name in _PASSES},
+            **{f"{name}_S": np.array([getattr(chunk, name) for chunk in passes]) for name in _PASS_FIELDS},
             exchanges=exchanges(job, layout, compute.hiding(layout), domain),
             hop_bytes=residual_bytes(job, layout),
             traffic=traffic,

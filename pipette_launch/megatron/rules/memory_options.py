@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipette_launch.facts import Recompute
-from pipette_launch.facts.job import ENGINE, ITERATION, SHARDED_MUON, Graphs, flag_of
+from pipette_launch.facts.job import ENGINE, ITERATION, SHARDED_MUON, CudaGraphs, flag_of
 from pipette_launch.facts.layout import MemoryOptions
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule, Rules
 
@@ -158,7 +158,7 @@ def _graph_faults(rules: Rules, recompute: Recompute) -> Broken:
             yield BrokenRule(f"CUDA graphs exclude recompute of {module}{reason}", names, "remove one")
 
 
-def _graph_excludes(rules: Rules, graphs: Graphs) -> Iterator[tuple[str, str]]:
+def _graph_excludes(rules: Rules, graphs: CudaGraphs) -> Iterator[tuple[str, str]]:
     """Yield modules that must not be recomputed, with reasons. Graphs with recompute cannot use random numbers."""
     model = rules.job.model
     if graphs.impl == ENGINE and "moe_router" in graphs.modules:

@@ -6,7 +6,7 @@ import pytest
 from facts_for_tests import stage_reading, tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from search.worlds import on_gpus as cluster_on_gpus
 
-from pipette_launch.cost.compute.stages import ComputeTable, Passes
+from pipette_launch.cost.compute.stages import ComputeTable, PassSeconds
 from pipette_launch.cost.layers.kinds import offloaded
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import (
@@ -29,7 +29,7 @@ def table(*cases: ComputeCase) -> ComputeTable:
     return ComputeTable(tiny_job(), tiny_measurements(tiny_cluster(), cases or (CASE,)))
 
 
-def milliseconds(passes: tuple[Passes, ...]) -> list[tuple[float, float, float]]:
+def milliseconds(passes: tuple[PassSeconds, ...]) -> list[tuple[float, float, float]]:
     """Forward, backward, recompute."""
     return [
         tuple(round(1e3 * value, 9) for value in (part.forward_s, part.backward_s, part.recompute_s))  # type: ignore[misc]

@@ -24,7 +24,7 @@ from pipette_launch.cost.pipeline.zero_bubble import (
     most_kept,
     named_schedule,
     pass_orders,
-    peak_live_bytes,
+    schedule_peak_bytes,
 )
 from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts.layout import Layout
@@ -97,7 +97,7 @@ def test_any_schedule_runs_within_its_peak(name: str, pp: int, microbatches: int
 
     assert Engine(schedule).timeline(times).makespan_s == max(EventLoop(schedule, times).run().values())
     limits = most_kept(name, held, microbatches)
-    assert all(peak <= limit for peak, limit in zip(peak_live_bytes(schedule, held), limits, strict=True))
+    assert all(peak <= limit for peak, limit in zip(schedule_peak_bytes(schedule, held), limits, strict=True))
     assert name == schedule.name
 
 
@@ -216,14 +216,14 @@ def test_stock_schedules_hold_what_the_closed_form_says(
         closed_form.peak_live_bytes(pp, layout.vpp, group, rank, rounds * group, sizes[rank::pp]) for rank in range(pp)
     )
 
-    assert expected == peak_live_bytes(schedule_of(layout, rounds * group), sizes)
+    assert expected == schedule_peak_bytes(schedule_of(layout, rounds * group), sizes)
 
 
 def test_a_split_backward_keeps_what_the_weights_need() -> None:
     """ZB-1P of two ranks: rank 1 holds one W's half beside the next micro-batch."""
     schedule = named_schedule("zb-1p", pp=2, num_microbatches=4)
 
-    assert peak_live_bytes(schedule, (10, 10)) == (20, 20)
-    assert peak_live_bytes(schedule, (10, 10), (5, 5)) == (20, 15)
-    assert peak_live_bytes(schedule, (10, 10), (0, 0)) == (20, 10)
-    assert peak_live_bytes(schedule, (1, 1), (10, 10)) == (11, 20)
+    assert schedule_peak_bytes(schedule, (10, 10)) == (20, 20)
+    assert schedule_peak_bytes(schedule, (10, 10), (5, 5)) == (20, 15)
+    assert schedule_peak_bytes(schedule, (10, 10), (0, 0)) == (20, 10)
+    assert schedule_peak_bytes(schedule, (1, 1), (10, 10)) == (11, 20)

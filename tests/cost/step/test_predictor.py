@@ -42,7 +42,7 @@ from pipette_launch.facts import (
     Samples,
 )
 from pipette_launch.facts.measurements import CollectiveTime
-from pipette_launch.facts.schedule import PassTimes
+from pipette_launch.facts.schedule import ExpectedTimes
 
 DENSE = replace(tiny_job(8), batch=Batch(global_batch_size=16))
 MOE = changed_job(
@@ -516,7 +516,7 @@ def test_on_gpus_a_schedule_is_priced_by_the_order_of_its_messages() -> None:
     """A pass that was expected to take a hundred times as long leaves receives behind passes; gloo does not mind."""
     layout = Layout(pp=4, micro_batch_size=1)
     planned = job(4, own=layout)
-    times = PassTimes.equal(4)
+    times = ExpectedTimes.equal(4)
     wrong = replace(times, forward=(1, 100, 1, 100), input=(100, 1, 100, 1))
     schedule = named_schedule("zb-1p", pp=4, num_microbatches=16)
     step_s: dict[str, list[float]] = {}

@@ -11,7 +11,7 @@ import pytest
 from patches.schedules.cases import CASES, grid
 from patches.torchrun import answers
 
-from pipette_launch.cost.pipeline.zero_bubble import named_schedule, peak_live_bytes
+from pipette_launch.cost.pipeline.zero_bubble import named_schedule, schedule_peak_bytes
 
 IS_WHOLE = bool(os.environ.get("PIPETTE_SCHEDULE_GRID"))
 """With PIPETTE_SCHEDULE_GRID in the environment the grid is tried too: half an hour, up to 16 processes."""
@@ -71,7 +71,7 @@ def test_as_many_chunks_are_alive_as_simulated(found: Found, name: str) -> None:
     """At the fullest moment of each rank, forwards that wait for their W included."""
     case = ALL[name]
     schedule = named_schedule(case["schedule"]["name"], pp=case["pp"], num_microbatches=case["microbatches"])
-    live = peak_live_bytes(schedule, [1] * schedule.num_stages)
+    live = schedule_peak_bytes(schedule, [1] * schedule.num_stages)
     each = len(found[name]) // case["pp"]
 
     # RANK r is pipeline rank r // (tp * dp): pipelines come last in Megatron's order.

@@ -53,7 +53,7 @@ if os.environ["MASTER_PORT"] == "1":
 sys.path.insert(0, {folder!r})
 runpy.run_path({example!r}, run_name="__main__")
 """
-SENTENCES = re.compile(r"job's flags, because (.*?) (?:•|Plan file)|the warm-up failed after [\d.]+ s: (.*?); training")
+SENTENCES = re.compile(r"the warm-up failed after [\d.]+ s: (.*?); training")
 
 
 def run(fault: str, folder: Path) -> tuple[str, str, float, str]:
@@ -74,15 +74,9 @@ def run(fault: str, folder: Path) -> tuple[str, str, float, str]:
     )
     seconds = time.monotonic() - began_s
     trained = "yes" if done.returncode == 0 and "iteration        2/" in done.stdout else f"exit code {done.returncode}"
-    measured = (
-        "nothing"
-        if "Measured" not in done.stderr
-        else "layers from flags"
-        if "from the job's flags" in done.stderr
-        else "the script"
-    )
+    measured = "the script" if "Measured" in done.stderr else "nothing"
     found = SENTENCES.search(" ".join(done.stderr.split()))
-    sentence = (found[1] or found[2]).replace(str(folder), "FOLDER") if found else ""
+    sentence = found[1].replace(str(folder), "FOLDER") if found else ""
     left = [path.name for path in folder.iterdir() if path.name not in ("train.py", "__pycache__")]
     if left or not script.exists():
         sentence += f" (the folder has changed: {', '.join(left) or 'the script is gone'})"

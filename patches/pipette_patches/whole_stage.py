@@ -1,8 +1,8 @@
 """One whole stage of a training job on a real device: the memory and the seconds that one rank really uses.
 
-`play` runs the job's own script, or a program that builds the model from flags, as one rank of the full world size with
-real tensors. Warm-up, steady state and cooldown run with as many micro-batches in flight as in the job. The optimizer
-step follows. No message is sent to other ranks. Random noise of the same shape replaces each received tensor.
+`play` runs the job's own script as one rank of the full world size with real tensors. Warm-up, steady state and
+cooldown run with as many micro-batches in flight as in the job. The optimizer step follows. No message is sent to other
+ranks. Random noise of the same shape replaces each received tensor.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from pipette_launch.facts import Job, Layout
-from pipette_patches.one_rank import enough_microbatches, first_rank, inner_optimizers, train_from_flags
+from pipette_launch.facts import Cell, Job, Layout
+from pipette_launch.facts.schedule import num_warmup
 from pipette_patches.play import Play, Step, Stop, played
 from pipette_patches.replacements import Replacement, Replacements, nothing, wrapping
 from pipette_patches.storage_meter import StorageMeter, metered, recounting, under
-from pipette_patches.workload import MakeProgram, as_run_here, refusals_named
+from pipette_patches.workload import MakeProgram, refusals_named
 
 _STEPS = 2
 _TIMED = {"cpu": 3, "cuda": 1}
@@ -37,8 +37,6 @@ class StageRun:
     """Peak bytes of all tensors, rounded up as by CUDA's allocator, without temporaries of operations; 0 on CUDA."""
     parts: dict[str, int]
     """`tally_bytes` by the label under which the meter counted them."""
-    notes: tuple[str, ...]
-    """One sentence for each difference from the real job."""
     times: dict[str, Any] = field(default_factory=dict)
     """Fields of `StageReading` with the time of a step; empty without a stopwatch."""
 
@@ -49,7 +47,7 @@ def run_stage(
     pp_rank: int,
     *,
     device_kind: str,
-    program: MakeProgram | None = None,
+    program: MakeProgram,
     stopwatch: Any = None,
     captures: bool = False,
 ) -> StageRun:
@@ -57,13 +55,12 @@ def run_stage(
 
     `workload.load` must have run, and no process group may exist.
 
-    `program` is the job's own script; None builds the model from the job's flags. `stopwatch` is a stopwatch of
-    `probe.instruments`; None times no step. If the script `captures` CUDA graphs, each step runs all micro-batches.
-    Raises WorkloadError if Megatron or the script refuses the stage. Raises out-of-memory errors of torch unchanged.
+    `program` is the job's own script. `stopwatch` is a stopwatch of `probe.instruments`; None times no step. If the
+    script `captures` CUDA graphs, each step runs all micro-batches. Raises WorkloadError if the script refuses the
+    stage. Raises out-of-memory errors of torch unchanged.
     """
     every = layout.num_microbatches(job.batch.global_batch_size)
     num_microbatches = every if captures else enough_microbatches(layout, pp_rank, every)
-    real, changes, notes = (job, {}, ()) if program else as_run_here(job, device_kind)
     steps = _Steps(
         layout=layout,
         num_microbatches=num_microbatches,
@@ -73,22 +70,19 @@ def run_stage(
     )
 
     def start() -> None:
-        with steps.metered() as meter:
-            if program is not None:
-                program(job, layout)()
-            else:
-                train_from_flags(real, layout, pp_rank, meter=meter, changes=changes)
+        with steps.metered():
+            program(job, layout)()
 
     rank = first_rank(layout, pp_rank)
     with (
-        refusals_named(stage_words(layout, pp_rank), program),
+        refusals_named(stage_words(layout, pp_rank)),
         Replacements((_received(steps.timer), *_WITHOUT_PEERS)),
         played(start, rank=rank, world_size=layout.world_size, on_step=steps.on_step),
     ):
         peak = max(steps.meter.stretches, key=lambda stretch: stretch.total)
     parts = {name: size for name, size in peak.at_peak.items() if size}
     times = steps.timer.times() if steps.timer else {}
-    return StageRun(tally_bytes=peak.total, parts=parts, notes=notes, times=times)
+    return StageRun(tally_bytes=peak.total, parts=parts, times=times)
 
 
 @dataclass(kw_only=True)
@@ -200,9 +194,34 @@ class _StepTimer:
         return found and {**found, "num_microbatches": self._num_microbatches}
 
 
+def first_rank(layout: Layout, pp_rank: int) -> int:
+    """Return the first rank of a pipeline stage, whose shard of the distributed optimizer has no padding."""
+    return layout.rank_of(Cell(pp=pp_rank, dp=0, cp=0, tp=0))
+
+
+def enough_microbatches(layout: Layout, pp_rank: int, num_microbatches: int) -> int:
+    """Return the number of micro-batches after which a rank only repeats its passes, at most `num_microbatches`.
+
+    With 1F1B the result covers the warm-up and two rounds of one forward and one backward. With interleaved stages the
+    result covers the warm-up and two rounds of a micro-batch group through all chunks, rounded up to whole groups.
+    """
+    if layout.vpp == 1:
+        return min(num_microbatches, layout.pp - pp_rank - 1 + 2)
+    group = layout.microbatch_group_size or layout.pp
+    ahead = num_warmup(layout.pp, layout.vpp, group, pp_rank)
+    groups = -(-ahead // (group * layout.vpp)) + 2
+    # An incomplete last group of micro-batches has another order of passes, so run all micro-batches.
+    return min(num_microbatches, groups * group) if num_microbatches % group == 0 else num_microbatches
+
+
 def stage_words(layout: Layout, pp_rank: int) -> str:
     """Return the name of a stage for messages."""
     return f"stage {pp_rank} of {layout.words()}"
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """Return Megatron's optimizers for dense and expert parameters, or its single optimizer."""
+    return list(getattr(optimizer, "chained_optimizers", None) or [optimizer])
 
 
 def _never_skips(optimizer: Any) -> None:

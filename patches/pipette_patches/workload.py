@@ -1,9 +1,8 @@
 """The layers of the user's model and their optimizer step on one device, without other ranks.
 
 The job's own script builds a small model: the embedding, one layer of each kind, and the output layer. `play` stops the
-script in its first forward. The layers are then run with the arguments that the script gave to each layer. If the
-script cannot be played, `train_from_flags` builds the model from the job's flags. Communication takes no time, so each
-device measures alone, and devices measure different shapes at once.
+script in its first forward. The layers are then run with the arguments that the script gave to each layer.
+Communication takes no time, so each device measures alone, and devices measure different shapes at once.
 """
 
 from __future__ import annotations
@@ -24,14 +23,11 @@ import torch.utils._pytree
 
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import ComputeCase, Job, Layout, ModelSpec
-from pipette_launch.facts.job import SCRIPT_ONLY
 from pipette_launch.facts.measurements import Part as PartName
 from pipette_launch.facts.model import BLOCKS, KINDS_WITH_ATTENTION, KINDS_WITH_EXPERTS, TRANSFORMER_KINDS, LayerKind
 from pipette_launch.megatron.layout import STACKS
 from pipette_launch.megatron.performance import given_options
 from pipette_patches import registry
-from pipette_patches.megatron_config import left_out
-from pipette_patches.one_rank import import_megatron, train_from_flags
 from pipette_patches.play import Play, PlayError, Step, Stop, played
 
 Run = Callable[[torch.Tensor], torch.Tensor]
@@ -40,11 +36,7 @@ MakeProgram = Callable[[Job, Layout], Callable[[], object]]
 
 
 class WorkloadError(PipetteError):
-    """megatron-core cannot run this case on this device."""
-
-
-class ForeignModelError(WorkloadError):
-    """The script builds another kind of model than its flags describe."""
+    """The script cannot run this case on this device."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,6 +92,18 @@ MOST_VARIANTS = 64
 keeps 8 and runs further variants uncompiled (torch/_dynamo/config.py, recompile_limit)."""
 
 
+def import_megatron() -> None:
+    """Import the parts of megatron-core that a rank runs, which takes seconds."""
+    with warnings.catch_warnings():
+        # megatron-core warns about each optional library that is missing.
+        warnings.simplefilter("ignore")
+        import megatron.core.distributed
+        import megatron.core.models.gpt.gpt_layer_specs
+        import megatron.core.models.gpt.gpt_model
+        import megatron.core.optimizer
+        import megatron.core.pipeline_parallel.schedules  # noqa: F401
+
+
 def load(device_kind: str) -> None:
     """Import all modules that a compute case needs, which takes seconds. On a CPU, apply the patch `cpu_backend`."""
     if device_kind == "cpu":
@@ -121,29 +125,21 @@ def load(device_kind: str) -> None:
 
 @contextlib.contextmanager
 def workload(
-    job: Job, case: ComputeCase, *, device_kind: str, program: MakeProgram | None = None, captures: bool = False
+    job: Job, case: ComputeCase, *, device_kind: str, program: MakeProgram, captures: bool = False
 ) -> Iterator[Workload]:
     """Build the parts of a compute case for the block, and free all tensors afterwards.
 
-    `load` must have run, and no process group may exist in this process. `program` is the job's own script; None = the
-    model is built from the job's flags. `captures` is True if the script captures CUDA graphs of its layers after its
-    first training step. Raise WorkloadError if megatron-core or the script refuses the case. Out-of-memory errors are
-    raised as torch raises them.
+    `load` must have run, and no process group may exist in this process. `program` is the job's own script. `captures`
+    is True if the script captures CUDA graphs of its layers after its first training step. Raise WorkloadError if the
+    script refuses the case. Out-of-memory errors are raised as torch raises them.
     """
     small, layout, notes = one_of_each(job, case, device_kind=device_kind)
-    if program is None:
-        if needs_script(job):
-            raise WorkloadError("only the job's own script builds these layers")
-        small, changes, more = as_run_here(small, device_kind)
-        notes += more
-        start: Callable[[], object] = functools.partial(train_from_flags, small, layout, changes=changes)
-    else:
-        start = program(small, layout)
     seen = _Seen(captures=captures)
     look = functools.partial(seen.look, job)
     try:
         with contextlib.ExitStack() as stack:
-            with refusals_named(case_words(case), program):
+            with refusals_named(case_words(case)):
+                start = program(small, layout)
                 play = stack.enter_context(played(start, rank=0, world_size=layout.world_size, on_step=look))
                 if captures:
                     _check_graphs(seen)
@@ -151,11 +147,6 @@ def workload(
             yield Workload(parts=parts, notes=notes, wrapped=seen.wrapped, optimizer=play.optimizers[-1])
     finally:
         seen.calls.clear()
-
-
-def needs_script(job: Job) -> bool:
-    """Return whether only the job's own script can build the layers."""
-    return job.model.needs_script or any(flag.startswith(SCRIPT_ONLY) for flag in job.performance_flags)
 
 
 def layer_variants(model: ModelSpec) -> list[tuple[LayerKind, int]]:
@@ -210,26 +201,6 @@ def one_of_each(job: Job, case: ComputeCase, *, device_kind: str) -> tuple[Job, 
     return small, layout, notes
 
 
-def as_run_here(job: Job, device_kind: str) -> tuple[Job, dict[str, Any], tuple[str, ...]]:
-    """Return a job that this device can run from its flags, changed fields of TransformerConfig, and differences."""
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.transformer.enums import AttnBackend
-
-    # Initialise the weights, because the router chooses experts by the values of the weights.
-    changes: dict[str, Any] = {"perform_initialization": True}
-    if device_kind == "cuda":
-        # megatron-core keeps the backend in the environment and allows no second choice in this process.
-        changes["attention_backend"] = AttnBackend[job.model.attention_backend]
-    without = left_out(job)
-    notes = [f"layers and stages were measured without {without}"] if without else []
-    if job.model.transformer_impl == "transformer_engine":
-        if device_kind == "cuda" and getattr(gpt_layer_specs, "HAVE_TE", False):
-            return job, changes, tuple(notes)
-        notes.append("layers and stages were measured with megatron-core's local layers: transformer-engine is absent")
-    local = dataclasses.replace(job.model, transformer_impl="local", attention_backend="local")
-    return dataclasses.replace(job, model=local), changes, tuple(notes)
-
-
 class _Call(NamedTuple):
     """Arguments and output of a part's call."""
 
@@ -268,7 +239,7 @@ class _Seen:
         self.embedding = names.get("embedding")
         is_known = bool(job.model.foreign) or self.stacks == [getattr(self.model, "decoder", None)]
         if self.embedding is None or not is_known:
-            raise ForeignModelError(f"the script builds a {type(self.model).__name__}, which its flags do not describe")
+            raise WorkloadError(f"the script builds a {type(self.model).__name__}, which its flags do not describe")
 
         def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             # The layers run again without the other layers, so their arguments carry no graph.
@@ -332,16 +303,16 @@ def _precision() -> Callable[[], contextlib.AbstractContextManager[object]]:
 
 
 @contextlib.contextmanager
-def refusals_named(name: str, program: MakeProgram | None) -> Iterator[None]:
-    """Turn an error of megatron-core or the script, except for lack of memory, into a WorkloadError with the reason."""
+def refusals_named(name: str) -> Iterator[None]:
+    """Turn an error of the script, except for lack of memory, into a WorkloadError with the reason."""
     try:
         yield
     except Exception as error:
         # A user's script may raise an error of any type.
-        if is_out_of_memory(error) or isinstance(error, ForeignModelError):
+        if is_out_of_memory(error) or isinstance(error, WorkloadError):
             raise
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise WorkloadError(f"{'the script' if program else 'megatron-core'} refuses {name}: {reason[0]}") from error
+        raise WorkloadError(f"the script refuses {name}: {reason[0]}") from error
 
 
 def case_words(case: ComputeCase) -> str:
@@ -408,7 +379,7 @@ def _foreign_parts(seen: _Seen, job: Job) -> tuple[Part, ...]:
     count = sum(sizes) // math.gcd(*sizes)
     layers = [layer for stack in seen.stacks for layer in stack.layers]
     if (len(layers) != job.model.num_layers) if len(seen.stacks) == 1 else "pp" not in job.pinned:
-        raise ForeignModelError(f"the script builds {len(layers)} layers, but its flags name {job.model.num_layers}")
+        raise WorkloadError(f"the script builds {len(layers)} layers, but its flags name {job.model.num_layers}")
     inner = [each for layer in layers for each in layer.parameters()]
     inputs = [_input(seen, stack.layers) for stack in seen.stacks]
     source, run = _side_by_side(inputs, [_in_turn(seen, stack.layers) for stack in seen.stacks])

@@ -85,8 +85,6 @@ def _add_choices(add: Callable[..., object]) -> None:
     add("--pipette-watch", choices=("warn", "restart", "off"), default="warn", help=text)
     text = "order the hosts of a job that cannot be planned by their measured links (default), or as torchrun does"
     add("--pipette-host-order", choices=("measured", "given"), default="measured", help=text)
-    text = "build the measured layers with your script (default), or from your flags alone"
-    add("--pipette-layers", choices=("script", "flags"), default="script", help=text)
     add("--pipette-device", choices=("auto", "cuda", "cpu"), default="auto", help="device of the job")
 
 

@@ -16,10 +16,7 @@ PRECISION = ("--fp8", "--fp4")
 GRAPHS = ("--cuda-graph", "--enable-cuda-graph", "--external-cuda-graph")
 """Prefixes of the flags for CUDA graphs."""
 MODELLED = (*PRECISION, "--first-last-layers-bf16", *GRAPHS)
-"""Prefixes of flags without effect on layers that the warm-up builds itself.
-
-The device model computes the effect of these flags on time.
-"""
+"""Prefixes of flags that the timed layers may lack. The device model then computes their effect on time."""
 OTHER_MODELS = ("--decoder-num-layers", "--decoder-seq-length", "--img-h", "--vision-pretraining")
 """Flags of models that are not decoder-only language models."""
 SCRIPT_ONLY = (

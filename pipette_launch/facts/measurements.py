@@ -403,7 +403,7 @@ class Measurements:
     model_digest: str = ""
     """`layers_digest` of the model whose layers were measured. Empty = unknown."""
     timed_flags: tuple[str, ...] = ()
-    """Flags of the job's precision that the timed layers had. Empty = the layers were built from the job's flags."""
+    """Flags of the job's precision that the timed layers had."""
     conditions: tuple[DeviceCondition, ...] = ()
     """Reports of the driver on each slot's device before the warm-up, in slot order. Empty = no driver reported."""
     verdicts: tuple[Verdict, ...] = ()

@@ -372,11 +372,6 @@ class ModelSpec:
         return not {*self.layer_kinds, *self.prediction_kinds}.isdisjoint(_KINDS_WITH_MLP)
 
     @property
-    def needs_script(self) -> bool:
-        """True if only the job's own script builds the layers, not the flags."""
-        return bool(self.hybrid or self.foreign or self.linear_layers or self.moe_latent_size or self.sparse_attention)
-
-    @property
     def prediction_copies(self) -> int:
         """Number of depths of multi-token prediction that have weights of their own."""
         shares = self.hybrid is not None and self.hybrid.mtp_use_repeated_layer

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipette_launch import defaults, megatron
-from pipette_launch.errors import UsageError
+from pipette_launch.errors import MegatronError, UsageError
 from pipette_launch.facts import ComputeCase, Host, Job, files, schedule
 from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.messages import RunScript
@@ -44,10 +44,11 @@ class WorkerCommand:
 def probe_options(
     job: Job, hosts: tuple[Host, ...], *, options: Options, known: Path | None, num_training: int
 ) -> WarmupOrder:
-    """Return the options of a warm-up; raises UsageError if the file of --pipette-probe cannot be written.
+    """Return the options of a warm-up.
 
-    `known` is the file of earlier measurements on these hosts, which may be missing. `num_training` hosts will train,
-    and the others stand by.
+    Raises UsageError if the file of --pipette-probe cannot be written, and MegatronError if the script cannot build the
+    measured layers. `known` is the file of earlier measurements on these hosts, which may be missing. `num_training`
+    hosts will train, and the others stand by.
     """
     if options.probe_to is not None:
         # Check before the warm-up that the file can be written, because an error later would lose the measurements.
@@ -76,7 +77,7 @@ def probe_options(
         budget_s=options.budget_s,
         # The training imports the megatron-core beside the script, so the warm-up must import the same megatron-core.
         script=script,
-        script_arguments=options.script_arguments if script else (),
+        script_arguments=options.script_arguments,
         python_path=() if options.is_module else (str(Path(options.script).resolve().parent),),
     )
 
@@ -92,12 +93,18 @@ def links_options(hosts: tuple[Host, ...], *, options: Options) -> WarmupOrder:
 
 
 def own_script(options: Options) -> tuple[str, ...]:
-    """Return Python's arguments that name the job's script; empty if the warm-up must not or cannot run the script."""
-    if options.layers == "flags" or not options.runs_python or options.is_function:
-        return ()
+    """Return Python's arguments that name the job's script.
+
+    Raises MegatronError if the warm-up cannot build layers with the script.
+    """
+    if not (options.runs_python or options.is_function):
+        raise MegatronError("the warm-up measures only Python scripts, so a job with --no-python is not planned")
     if megatron.is_bridge(options.script_arguments, options.script):
-        # Megatron's flags, by which measured models are built, are unknown to the script of a recipe.
-        return ()
+        # A recipe does not know Megatron's flags, by which the warm-up sets the sizes of the measured models.
+        raise MegatronError(
+            "the warm-up cannot measure a Megatron-Bridge recipe; plan it with `pipette plan`, and pass the file "
+            "with --pipette-plan"
+        )
     return ("-m", options.script) if options.is_module else (options.script,)
 
 

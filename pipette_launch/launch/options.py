@@ -42,8 +42,6 @@ class Options:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     host_order: Literal["measured", "given"] = "measured"
     """Order of the hosts of a job that cannot be planned: by measured links, or torchrun's order."""
-    layers: Literal["script", "flags"] = "script"
-    """Program that builds the measured models: the job's own script, or a program that follows the job's flags."""
     budget_s: float = defaults.WARMUP_BUDGET_S
     margin: float = defaults.MARGIN
     memory_margin: float = defaults.MEMORY_MARGIN

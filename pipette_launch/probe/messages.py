@@ -74,8 +74,8 @@ class WarmupOrder(HostsOfJob):
     has_adviser: bool = False
     """True if the launcher of rank 0's node answers questions about the groups and stages to time."""
     script: tuple[str, ...] = ()
-    """The job's script as Python's arguments: a file, or `-m` and a module. If the script is empty, the measured models
-    are built from the job's flags."""
+    """The job's script, which builds the measured models, as Python's arguments: a file, or `-m` and a module. Empty
+    without a job."""
     script_arguments: tuple[str, ...] = ()
     python_path: tuple[str, ...] = ()
     """Folders that the script's interpreter searches first, such as one with a megatron checkout."""
@@ -86,6 +86,8 @@ class WarmupOrder(HostsOfJob):
             raise FactError(f"the warm-up needs hosts with equally many devices, got {counts or 'no hosts'}")
         if self.job is not None and not self.cases:
             raise FactError("a warm-up that times layers needs at least one compute case, its reference")
+        if self.job is not None and not self.script:
+            raise FactError("a warm-up that times layers needs the job's script")
 
     def wait_s(self, left_s: float = 0.0) -> float:
         """Return the longest wait for another worker whose phase may still take `left_s` seconds."""
@@ -185,7 +187,7 @@ class WorkerResult:
     """Times of parts of the model. On a CPU the times of parts are processor times, without the time of other processes
     (see `stretch`)."""
     timed_flags: tuple[str, ...] = ()
-    """Flags that change the precision and that the timed layers had, because the job's own script built them."""
+    """Flags of precision and CUDA graphs that the timed layers had."""
     stretch: float = 1.0
     """Wall time divided by processor time while all slots worked; 1 on CUDA."""
     paces: tuple[Pace, ...] = ()

@@ -51,6 +51,7 @@ from pipette_launch.probe.messages import WarmupOrder, WorkerResult, joined
 from pipette_launch.probe.progress import ANSWER, QUESTION
 from pipette_launch.text import counted, hertz_text, listed, plural, rate_text
 from pipette_patches.replacements import megatron_core_version
+from pipette_patches.workload import case_words
 
 logger = logging.getLogger(__name__)
 LOOK_S = 0.05
@@ -101,7 +102,7 @@ class Phases:
         # Read the memory overhead before any communicator exists.
         alone_bytes = layers.meter.overhead_bytes()
         self._mine = layers.found.plus(
-            timed_flags=layers.script.timed_flags(layers.job) if layers.script else (),
+            timed_flags=layers.script.timed_flags(layers.job),
             overhead=DeviceOverhead(
                 alone_bytes=alone_bytes,
                 together_bytes=alone_bytes,
@@ -406,8 +407,12 @@ def _with_layers(
 ) -> Measurements:
     """Add the measurements of layers, memory and stages, and the verdicts, to the measurements of links."""
     if not any(result.compute for result in results):
-        notes = dict.fromkeys(note for result in results for note in result.notes)
-        raise ProbeError(f"no slot could measure a layer: {'; '.join(notes) or 'no reason was given'}")
+        # All slots measure the reference case, so one reason stands for the others. An earlier note on this case may
+        # report that the script lost its CUDA graphs.
+        reference = case_words(options.cases[0])
+        reasons = [note for result in results for note in result.notes if reference in note]
+        reason = reasons[-1].removeprefix(f"{LayerBench.PHASE}: ") if reasons else "no reason was given"
+        raise ProbeError(f"no slot could measure a layer: {reason}")
     speed = speeds(options, [result.paces for result in results])
     of_slots = [*zip(results, factors(options, results, speed), strict=True)]
     compute = tuple(time.times(factor) for result, factor in of_slots for time in result.compute)

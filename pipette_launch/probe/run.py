@@ -77,8 +77,6 @@ def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_
     if options.device_kind == "cuda":
         use_device(progress.local_rank, options.device(place.rank).uuid)
     lockstep = _met(options, place, progress, started_s)
-    if layers is not None and not lockstep.agree(lambda: layers.script is not None):
-        layers.script = None
     now_s = time.perf_counter()
     progress.phase_s[START] = now_s - started_s
     phases = Phases(

@@ -23,7 +23,6 @@ OWN_FLAGS = {
     "--pipette-dry-run",
     "--pipette-fix",
     "--pipette-host-order",
-    "--pipette-layers",
     "--pipette-margin",
     "--pipette-memory-margin",
     "--pipette-metrics-file",

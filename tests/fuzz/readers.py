@@ -175,6 +175,7 @@ DOCUMENTS: dict[str, tuple[Any, Callable[[Any], object]]] = {
             output="out",
             progress_dir="signs",
             message_sizes_bytes=(8, 64, 512),
+            script=("train.py",),
         ),
         str,
     ),

@@ -96,7 +96,9 @@ def beside_others() -> dict[str, Any]:
 def stages() -> dict[str, Any]:
     """Peaks of a stage that fits, of one that does not, and of the first again, by the warm-up's own probe."""
     from dataclasses import replace
+    from types import SimpleNamespace
 
+    from oracle.one_rank import program_from_flags
     from patches.stage_cases import LLAMA, job_of
     from torch.distributed import HashStore
 
@@ -125,9 +127,13 @@ def stages() -> dict[str, Any]:
         message_sizes_bytes=(8, 1 << 20, 16 << 20),
         output="",
         progress_dir="",
+        script=("train.py",),
+    )
+    script: Any = SimpleNamespace(
+        prepared=lambda job, layout, single_layers: program_from_flags(job, layout), captures=False
     )
     # No lap came before, so all that libraries keep counts.
-    bench = StageBench(options=options, slot=0, meter=meter, workspace_bytes=1 << 40)
+    bench = StageBench(options=options, slot=0, meter=meter, script=script, workspace_bytes=1 << 40)
     bench.measure(
         [StageCase(layout=one, pp_rank=0) for one in (small, huge, small)],
         Lockstep(store=HashStore(), rank=0, world_size=1, timeout_s=60.0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from facts_for_tests import nodes, tiny_job, tiny_model
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launch.worlds import plan
 
-from pipette_launch.errors import UsageError
+from pipette_launch.errors import MegatronError, UsageError
 from pipette_launch.facts import ComputeCase, Layout, files
 from pipette_launch.facts.messages import RunTraining
 from pipette_launch.facts.schedule import ScheduleFile, schedule_of
@@ -19,6 +20,7 @@ from pipette_launch.launch.commands import (
     SIZE_LIMITS_BYTES,
     WorkerCommand,
     message_sizes_bytes,
+    own_script,
     probe_options,
     training,
 )
@@ -69,6 +71,25 @@ def test_a_file_that_cannot_be_written_stops_before_the_warm_up() -> None:
 
     with pytest.raises(UsageError, match="--pipette-probe /dev/null/x: cannot be written"):
         probe_options(tiny_job(1), (), options=options, known=None, num_training=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"runs_python": False}, "a job with --no-python is not planned"),
+        ({"script": "run_recipe.py", "script_arguments": ("model.seq_length=4096",)}, "pipette plan"),
+    ],
+)
+def test_a_script_that_cannot_be_played_is_refused_before_the_warm_up(words: dict[str, Any], message: str) -> None:
+    """The reason has the way out, if there is one."""
+    with pytest.raises(MegatronError, match=message):
+        own_script(replace(OPTIONS, **words))
+
+
+def test_a_script_that_runs_as_a_function_is_played() -> None:
+    """Torchrun's `--run-path` and the warm-up run the same file."""
+    assert ("train.py",) == own_script(replace(OPTIONS, runs_python=False, is_function=True))
+    assert ("-m", "train.py") == own_script(replace(OPTIONS, is_module=True))
 
 
 OPTIONS = Options(script="train.py", script_arguments=("--lr", "1"), runs_python=True, is_module=False)

@@ -109,6 +109,15 @@ def test_the_given_order_stays(tmp_path: Path, count: int, words: tuple[str, ...
     assert "training with your own configuration as torchrun would" in decision.reason
 
 
+def test_a_script_that_cannot_be_played_is_not_planned(tmp_path: Path) -> None:
+    """No warm-up begins that would find nothing: the hosts get an order by links."""
+    asked = replace(options(cache=tmp_path / "cache"), runs_python=False)
+    decision = Coordinator(asked, lambda: tmp_path / CLUSTER, judge=lambda *_: ()).decide(records(4), None)
+
+    assert ("warmup", True) == (decision.phase, decision.only_links)
+    assert "a job with --no-python is not planned" in decision.reason
+
+
 def test_a_search_without_a_plan_orders_the_hosts_by_what_was_measured(tmp_path: Path) -> None:
     """After a whole warm-up without a plan, its links give the order, and nothing is measured again."""
     one = Coordinator(options(cache=tmp_path / "cache"), lambda: tmp_path / CLUSTER, judge=lambda *_: ())

@@ -20,12 +20,14 @@ from oracle import kernels, transformer_engine
 from oracle.gpu_replacements import CORE, EXPERTS, OFFLOADING, TORCH
 from oracle.memory import Parts, RankMemory
 from oracle.meter import AbstractMeter
+from oracle.one_rank import train_from_flags
 
 from pipette_launch.facts import Job, Layout
-from pipette_patches.one_rank import enough_microbatches, first_rank, import_megatron, train_from_flags
 from pipette_patches.play import Play, Step, Stop, played
 from pipette_patches.replacements import Replacements
 from pipette_patches.storage_meter import Stretch, metered
+from pipette_patches.whole_stage import enough_microbatches, first_rank
+from pipette_patches.workload import import_megatron
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from facts_for_tests import tiny_job, tiny_model
 from oracle.execution import layer_period, smallest
 
 from pipette_launch.facts import Layout, Recompute
-from pipette_patches.one_rank import enough_microbatches
+from pipette_patches.whole_stage import enough_microbatches
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("scaling_worker.py")

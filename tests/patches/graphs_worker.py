@@ -13,12 +13,12 @@ from unittest import mock
 
 from facts_for_tests import tiny_job, tiny_model
 from gpu_rules.graphs import Graphs
+from oracle.one_rank import Trainer, initialize, train_from_flags
 
 from pipette_launch.facts import ComputeCase, Job, Layout
 from pipette_launch.probe.compute.timing import HABITS, time_part
 from pipette_launch.probe.instruments import CpuStopwatch
 from pipette_patches import workload as patches_workload
-from pipette_patches.one_rank import Trainer, initialize, train_from_flags
 from pipette_patches.storage_meter import StorageMeter
 from pipette_patches.whole_stage import run_stage
 from pipette_patches.workload import Workload, load, workload

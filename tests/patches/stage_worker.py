@@ -4,9 +4,11 @@ import json
 import sys
 import time
 import warnings
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from oracle.one_rank import program_from_flags
 from patches.stage_cases import CASES, SHARDED, TIMED, job_of
 
 from pipette_launch.facts import Layout
@@ -31,7 +33,7 @@ def refusal() -> str:
     """The message of a stage that cannot be."""
     layout = Layout(tp=3)
     try:
-        run_stage(job_of({}, layout), layout, 0, device_kind="cpu")
+        run_stage(job_of({}, layout), layout, 0, device_kind="cpu", program=program_from_flags)
     except WorkloadError as error:
         return str(error)
     return "not refused"
@@ -46,8 +48,9 @@ def main() -> None:
     for name, case in (CASES | SHARDED).items():
         job, watch = job_of(case.changes, case.layout, case.flags), ThreadTime() if name in TIMED else None
         began_s = time.thread_time()
-        run = run_stage(job, case.layout, case.pp_rank, device_kind="cpu", stopwatch=watch)
-        found[name] = {"peak": run.tally_bytes, "parts": run.parts, "notes": run.notes, "times": run.times}
+        program = partial(program_from_flags, pp_rank=case.pp_rank)
+        run = run_stage(job, case.layout, case.pp_rank, device_kind="cpu", program=program, stopwatch=watch)
+        found[name] = {"peak": run.tally_bytes, "parts": run.parts, "times": run.times}
         found[name]["whole_s"] = time.thread_time() - began_s
     found["refusal"] = refusal()
     found["group left"] = dist.is_initialized()

@@ -128,7 +128,7 @@ def test_a_share_of_the_experts_is_run(found: dict[str, Any]) -> None:
 
 def test_what_megatron_refuses_is_said_in_its_words(found: dict[str, Any]) -> None:
     """Four heads cannot be cut in three."""
-    assert "megatron-core refuses stage 0 of tp3 pp1 dp1 mbs1" in found["refusal"]
+    assert "the script refuses stage 0 of tp3 pp1 dp1 mbs1" in found["refusal"]
 
 
 def test_nothing_is_left_behind(found: dict[str, Any]) -> None:

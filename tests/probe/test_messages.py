@@ -73,6 +73,7 @@ def test_options_survive_their_file(tmp_path: Path) -> None:
         ({"hosts": ()}, "equally many devices, got no hosts"),
         ({"hosts": (tiny_cluster(1, 1).hosts[0], tiny_cluster(1, 2).hosts[0])}, "node0: 1, node0: 2"),
         ({"cases": ()}, "at least one compute case"),
+        ({"script": ()}, "needs the job's script"),
     ],
 )
 def test_bad_options_are_refused(changes: dict[str, object], message: str) -> None:
@@ -84,6 +85,7 @@ def test_bad_options_are_refused(changes: dict[str, object], message: str) -> No
         "output": "out",
         "progress_dir": "progress",
         "message_sizes_bytes": (8, 64, 512),
+        "script": ("train.py",),
     }
 
     with pytest.raises(FactError, match=message):

@@ -8,7 +8,7 @@ from threading import Thread
 
 import pytest
 from facts_for_tests import tiny_job, tiny_model
-from probe.workers import LATE_S, REFERENCE, answer_next, run_workers, tiny_options
+from probe.workers import LATE_S, REFERENCE, TINY_FLAGS, answer_next, run_workers, tiny_options
 
 from pipette_launch.facts import ComputeCase, Layout, Measurements, files
 from pipette_launch.facts.messages import Advice, Dimension, MeasuringQuestion, StageCase
@@ -31,12 +31,20 @@ MIXED_MODEL = tiny_model(
     position_embedding_type="rope",
     untie_embeddings_and_output_weights=True,
 )
+MIXED_FLAGS = (
+    *TINY_FLAGS,
+    *"--num-experts 4 --moe-layer-freq [0,1,0,1] --bf16 --swiglu --normalization RMSNorm --disable-bias-linear".split(),
+    *"--ffn-hidden-size 256 --group-query-attention --num-query-groups 2 --position-embedding-type rope".split(),
+    *("--untie-embeddings-and-output-weights", "--global-batch-size", "8"),
+)
 
 
 def test_two_hosts_of_two_are_measured(tmp_path: Path) -> None:
     """Four workers measure every link, collective and case of a model with dense and MoE layers."""
     job = replace(tiny_job(4), model=MIXED_MODEL)
-    options = tiny_options(tmp_path, hosts=2, devices=2, job=job, cases=(REFERENCE, TP2, CP2))
+    options = tiny_options(
+        tmp_path, hosts=2, devices=2, job=job, cases=(REFERENCE, TP2, CP2), script_arguments=MIXED_FLAGS
+    )
     outcome = run_workers(options, tmp_path)
     assert [0, 0, 0, 0] == outcome.codes, outcome.errors
 
@@ -63,7 +71,7 @@ def test_two_hosts_of_two_are_measured(tmp_path: Path) -> None:
     assert ["start", "compute", "memory", "links", "search", "collectives", "stages"] == list(found.phase_s)
     assert all(found.phase_s[phase] > 0 for phase in ("start", "compute", "memory", "links", "collectives"))
     # Megatron's local layers know no context parallelism: said, not hidden.
-    assert any(note.startswith("compute: megatron-core refuses tp1 cp2 mbs1") for note in found.notes)
+    assert any(note.startswith("compute: the script refuses tp1 cp2 mbs1") for note in found.notes)
     signs = [last_sign(tmp_path / "progress", local_rank) for local_rank in range(2)]
     assert ["done", "done"] == [sign.phase for sign in signs if sign]
 

@@ -27,6 +27,12 @@ LIMIT_S = 200
 LATE_S = 8.0
 FORKED = Path(__file__).with_name("forked_workers.py")
 REFERENCE = ComputeCase(tp=1, cp=1, micro_batch_size=1)
+TINY_FLAGS = tuple(
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--vocab-size 256 --transformer-impl local --attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --train-iters 10 "
+    "--micro-batch-size 1 --eval-iters 0".split()
+)
+"""Arguments with which the example trains the model of `tiny_job`, without the batch size of all ranks."""
 
 
 def tiny_options(folder: Path, *, hosts: int, devices: int, **changes: object) -> WarmupOrder:
@@ -38,6 +44,8 @@ def tiny_options(folder: Path, *, hosts: int, devices: int, **changes: object) -
         "output": str(folder / "cluster.json"),
         "progress_dir": str(folder / "progress"),
         "message_sizes_bytes": (8, 4096, 65536),
+        "script": (str(ROOT / "examples" / "pretrain_gpt.py"),),
+        "script_arguments": (*TINY_FLAGS, "--global-batch-size", str(2 * hosts * devices)),
         "repeats": 3,
         "timeout_s": 30.0,
         "budget_s": 1000.0,

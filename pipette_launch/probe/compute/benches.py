@@ -84,8 +84,8 @@ class Bench:
     options: WarmupOrder
     slot: int
     meter: MemoryMeter
-    script: OwnScript | None = None
-    """The job's own script, which builds the models; None = the models are built from the job's flags."""
+    script: OwnScript
+    """The job's own script, which builds the models."""
     found: WorkerResult = field(init=False)
     """Measurements and notes of this slot so far."""
 
@@ -107,10 +107,9 @@ class Bench:
         self.add(notes=(f"{self.PHASE}: {words}",))
 
     def _program(self, *, single_layers: bool) -> dict[str, Any]:
-        """Return arguments that let the job's own script build a model, or the job's flags if it has no script."""
-        script = self.script
-        program = partial(script.prepared, single_layers=single_layers) if script else None
-        return {"program": program, "captures": script is not None and script.captures}
+        """Return arguments that let the job's own script build a model."""
+        program = partial(self.script.prepared, single_layers=single_layers)
+        return {"program": program, "captures": self.script.captures}
 
     def check_free_memory(self, words: str, needed_bytes: int, purpose: str = "") -> None:
         """Raise WorkloadError if a case cannot fit into memory, because on a CPU the kernel would kill a process."""
@@ -211,31 +210,21 @@ class LayerBench(Bench):
     def first_lap(self) -> int:
         """Run the reference case and its optimizer once before the time budget begins, so that compilers finish first.
 
-        If the job's own script fails here, but not for lack of memory, it runs without its CUDA graphs from now on. If
-        it fails again, all models are built from the job's flags. If a model from flags fails, the failure is ignored
-        here, because the later measurement fails in the same way and notes the reason. Returns the bytes that libraries
-        keep as workspaces after this run.
+        If the script fails here with CUDA graphs, but not for lack of memory, it runs without them from now on. If it
+        fails without graphs, the failure is ignored here, because the later measurement fails in the same way and notes
+        the reason. Returns the bytes that libraries keep as workspaces after this run.
         """
-        while self.script is not None:
-            try:
-                self._build_and_run()
-                break
-            except Exception as error:  # noqa: BLE001
-                # A script may raise an error of any type. Models from flags help neither against a lack of memory nor
-                # if the script builds another model than the flags describe.
-                is_last = isinstance(error, WorkloadError) and patches_workload.needs_script(self.job)
-                is_foreign = isinstance(error, patches_workload.ForeignModelError)
-                if is_foreign or is_out_of_memory(error) or (is_last and not self.script.captures):
-                    break
+        try:
+            self._build_and_run()
+        except Exception as error:  # noqa: BLE001
+            # A script may raise an error of any type.
+            if self.script.captures and not is_out_of_memory(error):
                 reason = " ".join(str(error).split()) or type(error).__name__
-                how = "timed without CUDA graphs" if self.script.captures else "built from the job's flags"
-                self.note(f"layers were {how}, because {reason}")
-                self.script = replace(self.script, captures=False) if self.script.captures else None
-        if self.script is not None:
-            self.add(notes=self.script.notes(self.job))
-        else:
-            with suppress(WorkloadError, RuntimeError, MemoryError):
-                self._build_and_run()
+                self.note(f"layers were timed without CUDA graphs, because {reason}")
+                self.script = replace(self.script, captures=False)
+                with suppress(WorkloadError, RuntimeError, MemoryError):
+                    self._build_and_run()
+        self.add(notes=self.script.notes(self.job))
         # Read the workspaces after the layers are freed, because layers would count as workspaces.
         return self.meter.workspace_bytes()
 
@@ -457,9 +446,7 @@ class StageBench(Bench):
                     f"{words} ran beside {bytes_text(left_bytes)} that earlier layers left on slot "
                     f"{self.options.slot_name(self.slot)}; its peak does not include them"
                 )
-            if run is not None:
-                self.add(notes=run.notes)
-            else:
+            if run is None:
                 self.note_out_of_memory(words)
                 if on_cpu:
                     return

@@ -29,10 +29,9 @@ class OwnScript:
     device: Device | None = None
 
     @classmethod
-    def of(cls, options: WarmupOrder) -> OwnScript | None:
-        """Return the script that the order names; None if the order names no script."""
-        if options.job is None or not options.script:
-            return None
+    def of(cls, options: WarmupOrder) -> OwnScript:
+        """Return the script that an order with a job names."""
+        assert options.job is not None, "this warm-up times only links"
         *flag, name = options.script
         program = Program(patches=(), name=name, is_module=bool(flag), arguments=options.script_arguments)
         spec = importlib.util.find_spec(name) if program.is_module else None
@@ -44,7 +43,7 @@ class OwnScript:
         return cls(program=program, mocks_data=has_mocks, captures=captures, device=device)
 
     def timed_flags(self, job: Job) -> tuple[str, ...]:
-        """Return the flags of precision and graphs that layers from the script have, but not layers from flags."""
+        """Return the job's flags of precision and graphs that the timed layers have."""
         timed = (*PRECISION, *(GRAPHS if self.captures else ()))
         return tuple(flag for flag in job.performance_flags if flag.startswith(timed))
 

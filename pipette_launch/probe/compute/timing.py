@@ -189,7 +189,7 @@ def run_part(part: Part, forward: Callable[[int], torch.Tensor], length: int, st
 
 
 @contextmanager
-def short_layer(job: Job, case: ComputeCase, program: MakeProgram | None) -> Iterator[Part]:
+def short_layer(job: Job, case: ComputeCase, program: MakeProgram) -> Iterator[Part]:
     """Build a layer of this case for one sample of few tokens on a CPU. Raises WorkloadError like `workload`."""
     length = min(job.model.seq_length, TOKENS * case.tp * case.cp)
     short = replace(job, model=replace(job.model, seq_length=length))

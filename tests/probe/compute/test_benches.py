@@ -46,6 +46,7 @@ from pipette_patches.whole_stage import StageRun
 from pipette_patches.workload import MOST_VARIANTS, OptimizerStep, Part, Workload, WorkloadError
 
 CASES = tuple(ComputeCase(tp=1, cp=1, micro_batch_size=size) for size in (1, 2, 3, 4))
+SCRIPT = OwnScript(program=Program(patches=(), name="s.py", is_module=False, arguments=()), mocks_data=False)
 
 
 def test_two_slots_share_four_cases_by_hand() -> None:
@@ -69,7 +70,7 @@ def test_every_case_is_dealt_and_all_slots_stay_busy(num_cases: int, slots: int)
 def bench(folder: Path, **changes: object) -> LayerBench:
     """Return the bench of a slot that is alone on its host."""
     options = tiny_options(folder, hosts=1, devices=1, **{"cases": CASES[:2], **changes})
-    return LayerBench(options=options, slot=0, meter=CpuMeter())
+    return LayerBench(options=options, slot=0, meter=CpuMeter(), script=SCRIPT)
 
 
 def measure(slot: LayerBench, now_s: float = 0.0) -> None:
@@ -142,44 +143,35 @@ def test_a_case_that_cannot_be_had_is_noted_and_passed_over(
     assert [True] == [line.startswith(note) for line in slot.found.notes]
 
 
-@pytest.mark.parametrize(
-    ("foreign", "expected"), [("bert", []), ("", ["built from the job's flags, because it fails"])]
-)
-def test_layers_that_flags_do_not_describe_are_not_built_from_flags(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, foreign: str, expected: list[str]
-) -> None:
-    """If the script of such a job is refused, no note says that its layers were built from flags."""
-    failing_workload(WorkloadError("it fails"), 1, monkeypatch)
-    monkeypatch.setattr(benches, "optimizer_step", lambda *_: compute_nothing())
-    slot = bench(tmp_path)
-    job = replace(slot.options.job, model=replace(slot.options.job.model, foreign=foreign))
-    slot.options = replace(slot.options, job=job)
-    slot.script = SimpleNamespace(prepared=bool, captures=False, notes=lambda _: ())  # type: ignore[assignment]
-    slot.first_lap()
-
-    assert expected == [note.partition("layers were ")[2] for note in slot.found.notes]
-
-
-@pytest.mark.parametrize("failures", [1, 2])
-def test_a_script_first_loses_its_graphs_and_then_its_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
-) -> None:
+def test_a_script_that_fails_with_its_graphs_runs_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without graphs the flags of graphs do not count as timed, so the device model adds their effect."""
-    failing_workload(WorkloadError("no graph"), failures, monkeypatch)
+    failing_workload(WorkloadError("no graph"), 1, monkeypatch)
     monkeypatch.setattr(benches, "optimizer_step", lambda _: SimpleNamespace(run=int))
     slot = bench(tmp_path)
-    slot.script = OwnScript(
-        program=Program(patches=(), name="s.py", is_module=False, arguments=()), mocks_data=False, captures=True
-    )
+    slot.script = replace(SCRIPT, captures=True)
     job = changed_job(slot.options.job, performance_flags=("--cuda-graph-impl local", "--fp8-format hybrid"))
     before = slot.script.timed_flags(job)
 
     slot.first_lap()
 
-    notes = ["timed without CUDA graphs", "built from the job's flags"][:failures]
-    assert [f"compute: layers were {how}, because no graph" for how in notes] == list(slot.found.notes)
+    assert ["compute: layers were timed without CUDA graphs, because no graph"] == list(slot.found.notes)
     assert ("--cuda-graph-impl local", "--fp8-format hybrid") == before
-    assert (slot.script and slot.script.timed_flags(job)) == (("--fp8-format hybrid",) if failures == 1 else None)
+    assert ("--fp8-format hybrid",) == slot.script.timed_flags(job)
+
+
+@pytest.mark.parametrize("error", [WorkloadError("it fails"), MemoryError()])
+def test_a_first_lap_that_fails_leaves_the_reason_to_the_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A script without graphs is built once, and a lack of memory takes no graphs away."""
+    failing_workload(error, 1, monkeypatch)
+    slot = bench(tmp_path)
+    slot.script = replace(SCRIPT, captures=isinstance(error, MemoryError))
+
+    slot.first_lap()
+
+    assert () == slot.found.notes
+    assert isinstance(error, MemoryError) == slot.script.captures
 
 
 def test_a_spent_budget_leaves_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,7 +461,7 @@ def measured(
     gpu = Device(kind="cuda", uuid="GPU", name="H100", memory_total_bytes=1 << 36, memory_free_bytes=1 << 36)
     hosts = (Host(name="node0", address="10.0.0.1", cores=1, devices=(gpu,)),)
     options = replace(tiny_options(folder, hosts=1, devices=1, job=tiny_job(1), cases=cases), hosts=hosts)
-    bench = LayerBench(options=options, slot=0, meter=meter)
+    bench = LayerBench(options=options, slot=0, meter=meter, script=SCRIPT)
     workspace_bytes = bench.first_lap()
     assert 0 == workspace_bytes
     began_s = device.clock()
@@ -542,7 +534,7 @@ def stage_bytes(bench: StageBench, allocator: Allocator, monkeypatch: pytest.Mon
 
     def run_stage(*_: object, **__: object) -> StageRun:
         allocator.train(STAGE_BYTES)
-        return StageRun(tally_bytes=0, parts={}, notes=())
+        return StageRun(tally_bytes=0, parts={})
 
     monkeypatch.setattr(benches.whole_stage, "run_stage", run_stage)
     lockstep = Lockstep(store=OneRankStore(), rank=0, world_size=1, timeout_s=1.0)
@@ -559,7 +551,7 @@ def bench_after(allocator: Allocator, folder: Path, *, layer_leaves: bool) -> St
     if layer_leaves:
         allocator.train(MIB, MATRIX)
     options = on_gpu(tiny_options(folder, hosts=1, devices=1))
-    return StageBench(options=options, slot=0, meter=meter, workspace_bytes=workspace_bytes)
+    return StageBench(options=options, slot=0, meter=meter, script=SCRIPT, workspace_bytes=workspace_bytes)
 
 
 def test_what_earlier_layers_left_does_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -616,7 +608,7 @@ def found(
     options: WarmupOrder, *cases: StageCase, clock: Callable[[], float] = lambda: 0.0
 ) -> tuple[list[StageReading], list[str]]:
     """Return the readings and notes of a single slot."""
-    bench = StageBench(options=options, slot=0, meter=StageMeter(), workspace_bytes=5)
+    bench = StageBench(options=options, slot=0, meter=StageMeter(), script=SCRIPT, workspace_bytes=5)
     lockstep = Lockstep(store=OneRankStore(), rank=0, world_size=1, timeout_s=1.0)
     bench.measure(cases, lockstep, Budget(started_s=0.0, budget_s=60.0, clock=clock))
     return list(bench.found.stages), list(bench.found.notes)
@@ -629,7 +621,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Layout, int]]:
 
     def run_stage(job: object, layout: Layout, pp_rank: int, **_: object) -> StageRun:
         done.append((layout, pp_rank))
-        return StageRun(tally_bytes=77, parts={}, notes=(), times=TIMES)
+        return StageRun(tally_bytes=77, parts={}, times=TIMES)
 
     monkeypatch.setattr(benches.whole_stage, "run_stage", run_stage)
     return done
@@ -669,7 +661,7 @@ def test_running_out_of_memory_is_a_reading(tmp_path: Path, monkeypatch: pytest.
     def run_stage(job: object, layout: Layout, pp_rank: int, **_: object) -> StageRun:
         if pp_rank == 0:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return StageRun(tally_bytes=0, parts={}, notes=())
+        return StageRun(tally_bytes=0, parts={})
 
     monkeypatch.setattr(benches.whole_stage, "run_stage", run_stage)
     readings, notes = found(on_gpu(tiny_options(tmp_path, hosts=1, devices=1)), FIRST, SECOND)

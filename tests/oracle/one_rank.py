@@ -1,41 +1,25 @@
 """A program that trains one rank of a job whose model is built from the job's flags.
 
-`play` runs this program like a script. The code follows Megatron-LM core_v0.16.1:
+It stands in for a script in the tests. The code follows Megatron-LM core_v0.16.1:
 training/training.py (get_model, train_step, train), gpt_builders.py and pretrain_gpt.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from oracle import megatron_config
 
-from pipette_launch.facts import Cell, Job, Layout
-from pipette_launch.facts.schedule import num_warmup, schedule_table
-from pipette_patches import megatron_config
+from pipette_launch.facts import Job, Layout
+from pipette_launch.facts.schedule import schedule_table
 from pipette_patches.storage_meter import StorageMeter, current, local, under
-
-
-def import_megatron() -> None:
-    """Import the parts of megatron-core that a rank runs, which takes seconds."""
-    with warnings.catch_warnings():
-        # megatron-core warns about each optional library that is missing.
-        warnings.simplefilter("ignore")
-        import megatron.core.distributed
-        import megatron.core.models.gpt.gpt_layer_specs
-        import megatron.core.models.gpt.gpt_model
-        import megatron.core.optimizer
-        import megatron.core.pipeline_parallel.schedules  # noqa: F401
-
-
-def first_rank(layout: Layout, pp_rank: int) -> int:
-    """Return the first rank of a pipeline stage, whose shard of the distributed optimizer has no padding."""
-    return layout.rank_of(Cell(pp=pp_rank, dp=0, cp=0, tp=0))
+from pipette_patches.whole_stage import inner_optimizers
 
 
 def initialize(job: Job, layout: Layout) -> None:
@@ -59,21 +43,6 @@ def initialize(job: Job, layout: Layout) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
 
-def enough_microbatches(layout: Layout, pp_rank: int, num_microbatches: int) -> int:
-    """Return the number of micro-batches after which a rank only repeats its passes, at most `num_microbatches`.
-
-    With 1F1B the result covers the warm-up and two rounds of one forward and one backward. With interleaved stages the
-    result covers the warm-up and two rounds of a micro-batch group through all chunks, rounded up to whole groups.
-    """
-    if layout.vpp == 1:
-        return min(num_microbatches, layout.pp - pp_rank - 1 + 2)
-    group = layout.microbatch_group_size or layout.pp
-    ahead = num_warmup(layout.pp, layout.vpp, group, pp_rank)
-    groups = -(-ahead // (group * layout.vpp)) + 2
-    # An incomplete last group of micro-batches has another order of passes, so run all micro-batches.
-    return min(num_microbatches, groups * group) if num_microbatches % group == 0 else num_microbatches
-
-
 def train_from_flags(
     job: Job,
     layout: Layout,
@@ -83,16 +52,27 @@ def train_from_flags(
     meter: StorageMeter | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Train a model that is built from the job's flags, without end. This program replaces a script that cannot run.
+    """Train a model that is built from the job's flags, without end.
 
     The meter begins a phase with each schedule (`step 1`), and with each step of the optimizer (`update 1`). `changes`
     override fields of TransformerConfig.
     """
     initialize(job, layout)
+    meter = meter or current() or StorageMeter()
     chunks = layers_per_chunk or layout.chunk_layers(job.model.num_layers)
-    trainer = Trainer(job, layout, pp_rank, chunks=chunks, meter=meter or StorageMeter(), changes=changes or {})
+    trainer = Trainer(job, layout, pp_rank, chunks=chunks, meter=meter, changes=changes or {})
     for number in itertools.count(1):
         trainer.step(number)
+
+
+def program_from_flags(job: Job, layout: Layout, pp_rank: int = 0, **changes: Any) -> Callable[[], None]:
+    """Return a program that trains with Megatron's local layers. `changes` override fields of TransformerConfig.
+
+    The weights are initialised, because the router chooses experts by the values of the weights.
+    """
+    local = dataclasses.replace(job.model, transformer_impl="local", attention_backend="local")
+    changed = {"perform_initialization": True, **changes}
+    return functools.partial(train_from_flags, dataclasses.replace(job, model=local), layout, pp_rank, changes=changed)
 
 
 class Trainer:
@@ -330,8 +310,3 @@ def _marked_backward(function: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     return forward
-
-
-def inner_optimizers(optimizer: Any) -> list[Any]:
-    """Return Megatron's optimizers for dense and expert parameters, or its single optimizer."""
-    return list(getattr(optimizer, "chained_optimizers", None) or [optimizer])

@@ -1,6 +1,6 @@
 """Megatron's configuration objects for a job, as Megatron's training script makes them from the flags.
 
-The functions are used if the job's script cannot be played. They follow Megatron-LM core_v0.16.1: training/arguments.py
+The functions follow Megatron-LM core_v0.16.1: training/arguments.py
 (core_transformer_config_from_args, validate_args) and training/training.py (get_model, train).
 """
 
@@ -37,11 +37,6 @@ _SHARDING_OPTIONS = """
 use_megatron_fsdp fsdp_double_buffer data_parallel_sharding_strategy outer_dp_sharding_strategy
 suggested_communication_unit_size
 """
-_NOT_MODELLED = (
-    *("--cpu-offloading-num-layers", "--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph"),
-    *("--fp4", "--fp8", "--nccl-ub", "--optimizer-cpu-offload", "--tp-comm-overlap"),
-)
-"""Beginnings of flags that change the memory of a rank, but are ignored with a note to the user."""
 
 
 def _given(job: Job, names: str) -> dict[str, Any]:
@@ -100,11 +95,6 @@ def _fuses_activation(job: Job) -> bool:
     model = job.model
     fusion = "bias_swiglu_fusion" if model.gated_linear_unit else "bias_gelu_fusion"
     return given_options(job).get(fusion, True) and (model.gated_linear_unit or model.add_bias_linear)
-
-
-def left_out(job: Job) -> str:
-    """Return the flags that change a rank's memory but are not modelled, such as `--nccl-ub, --fp8 hybrid`."""
-    return ", ".join(flag for flag in job.performance_flags if flag.startswith(_NOT_MODELLED))
 
 
 def rank_config(job: Job, layout: Layout, *, chunks: tuple[int, ...], changes: Mapping[str, Any] | None = None) -> Any:

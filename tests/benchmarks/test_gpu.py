@@ -369,11 +369,11 @@ def test_a_case_that_cannot_run_here_has_a_reason(monkeypatch: pytest.MonkeyPatc
         ({"said_s": 1.3}, ["FP8: seconds of a step"]),
         ({"said_bytes": 90}, ["FP8: peak of torch's allocator"]),
         ({"measured_bytes": 0}, []),
-        ({"notes": ["compute: layers were timed without CUDA graphs, because no"]}, ["FP8: the script's own layers"]),
+        ({"notes": ["compute: layers were timed without CUDA graphs, because no"]}, ["FP8: the script's own graphs"]),
     ],
 )
 def test_a_played_case_is_judged_by_its_training(tmp_path: Path, changes: dict[str, object], failed: list[str]) -> None:
-    """On a GPU times may be 25 % and peaks 5 % apart, and the layers must be the script's with its graphs."""
+    """On a GPU times may be 25 % and peaks 5 % apart, and the layers must have the script's graphs."""
     book = notebook(tmp_path, "script", device=GPU)
     case = {"name": "FP8", "said_s": 1.1, "measured_s": 1.0, "said_bytes": 99, "measured_bytes": 100, "notes": []}
 

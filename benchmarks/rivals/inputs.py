@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pipette_launch.cost.communication.collectives import Fabric
 from pipette_launch.cost.communication.exchanges import Groups, exchanges
 from pipette_launch.cost.compute.stages import ComputeTable
-from pipette_launch.cost.layers.passes import Collective
+from pipette_launch.cost.layers.loads import Collective
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import NO_RECOMPUTE, Layout

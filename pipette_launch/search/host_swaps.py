@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipette_launch.cost.communication.collectives import chunk_share, links_together, num_steps, spread_over_hosts
-from pipette_launch.cost.layers.passes import Collective, Exchange
+from pipette_launch.cost.layers.loads import Collective, Exchange
 from pipette_launch.cost.pipeline.engine import critical_counts
 from pipette_launch.cost.step.assemble import StepEnd, gathers_in_forward, pipelines, step_end, totals_s_K
 from pipette_launch.cost.step.predictor import PlacementCost

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pipette_launch.cost.communication.exchanges import group_sizes
+from pipette_launch.cost.layers.loads import Collective
 from pipette_launch.cost.layers.parameters import experts_lie_in_stages
-from pipette_launch.cost.layers.passes import Collective
 from pipette_launch.cost.step.assemble import totals_s_K
 from pipette_launch.cost.step.predictor import PlacementCost, best_prices, fewest_hosts
 from pipette_launch.facts.cluster import Links

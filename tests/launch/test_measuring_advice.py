@@ -20,7 +20,7 @@ from search.worlds import still
 
 from pipette_launch.cost.communication.exchanges import exchanges, step_traffic
 from pipette_launch.cost.compute.stages import ComputeTable
-from pipette_launch.cost.layers.passes import Hiding
+from pipette_launch.cost.layers.loads import Hiding
 from pipette_launch.facts import Choice, Layout, files
 from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.messages import Advice, MeasuringQuestion

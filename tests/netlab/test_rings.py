@@ -13,7 +13,7 @@ from probe.workers import ROOT
 
 from benchmarks.netlab import Lab, everywhere, topology
 from pipette_launch.cost.communication.collectives import COLLECTIVES, num_steps
-from pipette_launch.cost.layers.passes import Collective
+from pipette_launch.cost.layers.loads import Collective
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.processes, needs_lab]
 WORKER = Path(__file__).parent / "ring_worker.py"

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost import Memo
-from pipette_launch.cost.layers.passes import Collective
+from pipette_launch.cost.layers.loads import Collective
 from pipette_launch.errors import FactError
 from pipette_launch.facts.cluster import Cluster, Links
 from pipette_launch.facts.co_location import Domains

@@ -22,8 +22,8 @@ from pipette_launch.cost.layers import parameters
 from pipette_launch.cost.layers.block import FP32_BYTES, Block, Sizes, recompute_modules
 from pipette_launch.cost.layers.ends import depth_exchanges
 from pipette_launch.cost.layers.kinds import CLASSES
+from pipette_launch.cost.layers.loads import Behind, Exchange, Group, Hiding
 from pipette_launch.cost.layers.parameters import expert_dp
-from pipette_launch.cost.layers.passes import Behind, Exchange, Group, Hiding
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
 from pipette_launch.facts.measurements import CollectiveKind

@@ -28,8 +28,8 @@ from pipette_launch.cost.layers.attention import Attention, is_flash
 from pipette_launch.cost.layers.block import compute_dtype
 from pipette_launch.cost.layers.ends import depth_loads, embedding_loads, head_loads
 from pipette_launch.cost.layers.kinds import kind_loads
+from pipette_launch.cost.layers.loads import Collective, Load, PassLoads, Product
 from pipette_launch.cost.layers.parameters import shard_copies, step_bytes_per_parameter
-from pipette_launch.cost.layers.passes import Collective, Load, PassLoads, Product
 from pipette_launch.cost.layers.sparse import Sparse
 from pipette_launch.errors import FactError
 from pipette_launch.facts.cluster import Cluster, Device, Host, Links

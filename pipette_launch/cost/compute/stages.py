@@ -13,7 +13,7 @@ from pipette_launch.cost.compute.carried_over import repriced
 from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.layers.block import recompute_modules
 from pipette_launch.cost.layers.kinds import attention_core_share, column_share, offloaded, recompute_share
-from pipette_launch.cost.layers.passes import Hiding
+from pipette_launch.cost.layers.loads import Hiding
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout

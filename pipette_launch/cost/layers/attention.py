@@ -22,7 +22,7 @@ from pipette_launch.cost.layers.block import (
     as_matrix_input,
     has_narrow_copies,
 )
-from pipette_launch.cost.layers.passes import Exchange, Load, PassLoads, Product, matrix
+from pipette_launch.cost.layers.loads import Exchange, Load, PassLoads, Product, matrix
 from pipette_launch.facts.job import RING, Job
 from pipette_launch.facts.layout import Ints, Layout
 from pipette_launch.facts.model import LatentAttention, ModelSpec

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pipette_launch.cost.layers.passes import Exchange, PassLoads
+from pipette_launch.cost.layers.loads import Exchange, PassLoads
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipette_launch.cost.layers.block import FP32_BYTES, MASK_BYTES, Sizes
-from pipette_launch.cost.layers.passes import Exchange, Load, PassLoads, matrix
+from pipette_launch.cost.layers.loads import Exchange, Load, PassLoads, matrix
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
 from pipette_launch.facts.model import ModelSpec

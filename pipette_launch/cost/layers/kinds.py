@@ -16,8 +16,8 @@ from pipette_launch.cost.layers.block import (
     recompute_modules,
 )
 from pipette_launch.cost.layers.ends import depth_bytes
+from pipette_launch.cost.layers.loads import Load, PassLoads
 from pipette_launch.cost.layers.mlp import Experts, Mlp
-from pipette_launch.cost.layers.passes import Load, PassLoads
 from pipette_launch.cost.layers.sparse import SharedSparse, Sparse
 from pipette_launch.cost.layers.ssm import Delta, Mamba
 from pipette_launch.facts.job import ITERATION, Job

@@ -25,7 +25,7 @@ from pipette_launch.cost.layers.block import (
     has_narrow_copies,
     narrow_bits,
 )
-from pipette_launch.cost.layers.passes import Exchange, Group, Load, PassLoads, matrix
+from pipette_launch.cost.layers.loads import Exchange, Group, Load, PassLoads, matrix
 from pipette_launch.facts.job import ITERATION, Job
 from pipette_launch.facts.layout import Ints, Layout
 

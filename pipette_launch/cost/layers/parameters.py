@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pipette_launch.cost.layers.block import FP32_BYTES, Parameters, narrow_bits, narrow_layers
 from pipette_launch.cost.layers.ends import depth_parameters
 from pipette_launch.cost.layers.kinds import blocks_of, kind_parameters
-from pipette_launch.cost.layers.passes import Product
+from pipette_launch.cost.layers.loads import Product
 from pipette_launch.facts.job import OPTIMIZERS, SHARDS_GRADIENTS, Job
 from pipette_launch.facts.layout import Floats, Ints, Layout, LayoutColumns
 from pipette_launch.facts.measurements import Measurements

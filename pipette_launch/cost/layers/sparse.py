@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from pipette_launch.cost.layers.attention import ANGLES, Attention
 from pipette_launch.cost.layers.block import FP32_BYTES, MASK_BYTES, Activations, Parameters
-from pipette_launch.cost.layers.passes import Exchange, Load, PassLoads, Product, matrix
+from pipette_launch.cost.layers.loads import Exchange, Load, PassLoads, Product, matrix
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
 

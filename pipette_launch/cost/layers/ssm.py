@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipette_launch.cost.layers.block import FP32_BYTES, Activations, Block, Parameters, as_matrix_input
-from pipette_launch.cost.layers.passes import Exchange, Load, PassLoads, matrix
+from pipette_launch.cost.layers.loads import Exchange, Load, PassLoads, matrix
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
 

@@ -17,8 +17,8 @@ from pipette_launch.cost.communication.collectives import Fabric, Routes
 from pipette_launch.cost.communication.exchanges import Groups, group_sizes, loss_report_bytes, rank_strides
 from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.compute.stages import ComputeTable
+from pipette_launch.cost.layers.loads import Collective
 from pipette_launch.cost.layers.parameters import sharding_of
-from pipette_launch.cost.layers.passes import Collective
 from pipette_launch.cost.pipeline.engine import Engine, StageTimes
 from pipette_launch.cost.pipeline.streams import StreamEngine
 from pipette_launch.cost.step.assemble import LAUNCHING, StepTime, stage_times, step_parts, totals_s_K

@@ -36,7 +36,7 @@ from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers import parameters
 from pipette_launch.cost.layers.block import Parameters, residual_bytes
-from pipette_launch.cost.layers.passes import Exchange, Hiding
+from pipette_launch.cost.layers.loads import Exchange, Hiding
 from pipette_launch.cost.step.assemble import gather_waits_s, gathers_in_forward
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.cost.step.work import exposed_s, once_a_step, pass_s

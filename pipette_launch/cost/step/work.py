@@ -12,8 +12,8 @@ import numpy as np
 from pipette_launch.cost.communication.exchanges import StepTraffic, Waits, exchanges, step_traffic
 from pipette_launch.cost.compute.stages import ComputeTable, PassSeconds
 from pipette_launch.cost.layers.block import residual_bytes
+from pipette_launch.cost.layers.loads import Collective, Exchange
 from pipette_launch.cost.layers.parameters import OnceAStep, expert_dp, gradient_bytes_per_parameter, shard_copies
-from pipette_launch.cost.layers.passes import Collective, Exchange
 from pipette_launch.cost.pipeline.engine import Engine, engine_of
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Floats, Ints, Layout

@@ -23,7 +23,7 @@ from pipette_launch.cost.communication.collectives import (
     num_steps,
     spread_over_hosts,
 )
-from pipette_launch.cost.layers.passes import Collective
+from pipette_launch.cost.layers.loads import Collective
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Cluster, Links
 from pipette_launch.facts.measurements import CollectiveTime

@@ -17,9 +17,9 @@ from pipette_launch.cost.communication.exchanges import (
     step_traffic,
 )
 from pipette_launch.cost.layers.block import residual_bytes
+from pipette_launch.cost.layers.loads import Behind, Exchange, Hiding, OfLayer
 from pipette_launch.cost.layers.mlp import IN_DOMAIN_SHARE, OVERLAP_COSTS
 from pipette_launch.cost.layers.parameters import chunk_parameters
-from pipette_launch.cost.layers.passes import Behind, Exchange, Hiding, OfLayer
 from pipette_launch.facts import Job, Layout, Recompute
 from pipette_launch.facts.model import LatentAttention
 

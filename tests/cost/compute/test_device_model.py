@@ -29,7 +29,7 @@ from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers.attention import Attention
 from pipette_launch.cost.layers.ends import head_loads
 from pipette_launch.cost.layers.kinds import attention_core_share, kind_loads
-from pipette_launch.cost.layers.passes import Load, Product
+from pipette_launch.cost.layers.loads import Load, Product
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.errors import FactError

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pipette_launch.cost.layers.block import Sizes
 from pipette_launch.cost.layers.kinds import kind_loads
+from pipette_launch.cost.layers.loads import PassLoads
 from pipette_launch.cost.layers.mlp import (
     BIASED_TOUCHES,
     PREPARE_KERNELS,
@@ -15,7 +16,6 @@ from pipette_launch.cost.layers.mlp import (
     ExpertActivations,
     Experts,
 )
-from pipette_launch.cost.layers.passes import PassLoads
 from pipette_launch.facts import Job, Layout
 
 ALLTOALL = "--moe-token-dispatcher-type alltoall"

@@ -8,7 +8,7 @@ from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.layers.block import residual_bytes
 from pipette_launch.cost.layers.kinds import kind_loads
-from pipette_launch.cost.layers.passes import PassLoads
+from pipette_launch.cost.layers.loads import PassLoads
 from pipette_launch.cost.layers.ssm import Mamba
 from pipette_launch.facts import HybridLayers, Job, Layout
 

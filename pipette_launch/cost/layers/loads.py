@@ -1,4 +1,4 @@
-"""Work of a layer's passes for the device, and the collectives inside these passes."""
+"""Loads of a layer's passes: their work for the device, and the collectives inside these passes."""
 
 # Letters of array axes: S = stages (model chunks) in model order.
 
@@ -102,7 +102,7 @@ def matrix(
 
 Collective: TypeAlias = Literal[CollectiveKind, "send"]
 Group: TypeAlias = Literal["tp", "cp", "ep", "etp", "ep_etp", "shard", "expert_shard"]
-"""A field of `communication.groups.Groups`."""
+"""A field of `communication.exchanges.Groups`."""
 OfLayer: TypeAlias = tuple[Literal["forward", "backward"], LayerKind]
 Behind: TypeAlias = Literal["core_attention_s", "input_grad_s", "weight_grad_s", "forward_s", "other_layer_s"] | OfLayer
 """Name of the compute that hides a collective: a field of `Hiding`, or the pass of a layer of one kind."""

@@ -150,7 +150,6 @@ class PerformanceOptions:
     masked_softmax_fusion: bool = _option("--no-masked-softmax-fusion", default=True)
 
     # Options of communication, and of the overlap of communication with compute.
-    align_param_gather: bool = _option("--no-align-param-gather", default=True)
     async_tensor_model_parallel_allreduce: bool = _option("--no-async-tensor-model-parallel-allreduce", default=True)
     cp_comm_type: tuple[str, ...] = (RING,)
     ddp_pad_buckets_for_high_nccl_busbw: bool = False

@@ -275,9 +275,7 @@ def _add_step_end(builder: ProblemBuilder, view: View, tangents: Tangents) -> No
     drain_S1 = work.engine.drain_s_SR(durations_BD, hops_JD).max(axis=1, keepdims=True)
     end = step_end(work, prices, drain_S1, durations_BD)
     _add_reductions(builder, view, end)
-    if view.gathers_first and work.aligns_gathers:
-        _add_aligned_gathers(builder, view)
-    elif view.gathers_first:
+    if view.gathers_first:
         _add_first_gathers(builder, view, tangents)
     elif work.layout.use_distributed_optimizer:
         # Add one family (a maximum) with a group for each pipeline rank: optimizer step and gathers.
@@ -348,21 +346,6 @@ def _add_reductions(builder: ProblemBuilder, view: View, end: StepEnd) -> None:
         builder.add_flows(kind, np.concatenate(ends_2L), np.concatenate(ends_2L[::-1]), 1.0, group)
 
 
-def _add_aligned_gathers(builder: ProblemBuilder, view: View) -> None:
-    """Add one family: the gather of each rank's first chunk, minus the time until the chunk's input arrives.
-
-    Gathers of later chunks are left out, because the forwards of the previous chunk hide nearly all of their time.
-    """
-    work = view.model.work
-    pp = work.layout.pp
-    durations_BD, hops_JD = pipelines(work, view.bare)
-    on_way_PD = (durations_BD[: pp - 1] + hops_JD[: pp - 1]).cumsum(axis=0)
-    ahead_P = np.concatenate([[0.0], on_way_PD.min(axis=1)])
-    bytes_VP = work.parameter_bytes_S2.sum(axis=1).reshape(-1, pp)
-    share_P = bytes_VP[0] / bytes_VP.sum(axis=0)
-    _add_rings(builder, list(_rings(view, gathers=True)), view.prices.gather_s_SK[:pp, 0] - ahead_P, share_P)
-
-
 def _add_rings(builder: ProblemBuilder, rings: list[_Rings], end_P: Floats, slope_P: Floats) -> None:
     """Add one family (a maximum): the end of each pipeline rank, which depends on the hosts that its links join.
 
@@ -387,7 +370,9 @@ def _add_first_gathers(builder: ProblemBuilder, view: View, tangents: Tangents) 
     """Add a family for each pipeline rank: its first gather, weighted by the first forwards on the critical path."""
     work = view.model.work
     pp = work.layout.pp
-    first_S = tangents.duration_BK[2 * len(work.rank_S) :, 0]
+    first_S = tangents.duration_BK[2 * len(work.rank_S) :, 0].copy()
+    if work.layout.vpp > 1:
+        first_S[1:] = 0.0  # Only the first stage waits (`pipelines`).
     weight_P = np.bincount(work.rank_S, weights=first_S, minlength=pp) / work.layout.vpp
     for one in _rings(view, gathers=True):
         for rank in np.flatnonzero(weight_P):

@@ -229,9 +229,9 @@ def test_unknown_fix_is_answered_with_the_nearest() -> None:
 
 def test_performance_flags_are_kept() -> None:
     """The last value of each performance flag is kept, sorted."""
-    words = "--fp8-format=hybrid --fp8-format e4m3 --no-rope-fusion --cp-comm-type p2p a2a --no-align-param-gather"
+    words = "--fp8-format=hybrid --fp8-format e4m3 --no-rope-fusion --cp-comm-type p2p a2a --no-bias-swiglu-fusion"
 
-    assert ("--cp-comm-type p2p a2a", "--fp8-format e4m3", "--no-align-param-gather", "--no-rope-fusion") == job(
+    assert ("--cp-comm-type p2p a2a", "--fp8-format e4m3", "--no-bias-swiglu-fusion", "--no-rope-fusion") == job(
         f"{words} --lr 1"
     ).performance_flags
 

@@ -336,6 +336,7 @@ class LeftOut:
 
 BATCH = "data of the batch: tokens, labels, positions, loss mask and attention mask"
 NORM = "gradient norm and checks of the step: 4 bytes each"
+DEPTHS = "projections of multi-token prediction"
 REPEATED = "gradients of parameters that tensor-parallel ranks repeat"
 LOSS = "report of the losses"
 ROUTING = "routing: probabilities, maps and numbers of tokens"
@@ -346,6 +347,7 @@ def left_out(job: Job, pp_rank: int, *, is_nvidias: bool) -> Iterator[LeftOut]:
     """Yield the exchanges that the formulas leave out, with the exact counts and bytes."""
     yield from _left_out_of_step(job, pp_rank, is_nvidias=is_nvidias)
     yield from _left_out_of_experts(job, pp_rank)
+    yield from _left_out_of_depths(job, pp_rank)
     if is_nvidias and job.own.tp > 1:
         yield from _batch(job, pp_rank)
 
@@ -405,6 +407,24 @@ def _left_out_of_experts(job: Job, pp_rank: int) -> Iterator[LeftOut]:
         for group in ("tp_cp", "dp"):
             size = FP32_BYTES * job.model.num_layers
             yield LeftOut(reason=BALANCE, key=("end", "all_reduce", group), size_bytes=size, count=1)
+
+
+def _left_out_of_depths(job: Job, pp_rank: int) -> Iterator[LeftOut]:
+    """Yield the gathers of the projection from 2h to h, whose columns tp splits (MTP, _concat_embeddings).
+
+    With sequence parallelism the projection's input is also gathered first, and the gathered output is split again.
+    """
+    layout = job.own
+    depths = job.model.mtp_num_layers * layout.num_microbatches(job.batch.global_batch_size)
+    if layout.tp == 1 or pp_rank != layout.mtp_chunk % layout.pp or not depths:
+        return
+    size = job.model.dtype_bytes * Sizes(job, layout).tokens * job.model.hidden_size
+    uses = [("forward", "all_gather", size), ("backward", "all_reduce", 2 * size)]
+    if layout.sequence_parallel:
+        gathers = [(phase, "all_gather", each) for phase in ("forward", "backward") for each in (size, 2 * size)]
+        uses = [*gathers, ("backward", "reduce_scatter", 2 * size)]
+    for phase, operation, size_bytes in uses:
+        yield LeftOut(reason=DEPTHS, key=(phase, operation, "tp"), size_bytes=size_bytes, count=depths)
 
 
 def _routing(job: Job) -> Iterator[tuple[str, str, str, int]]:

@@ -112,9 +112,7 @@ def test_no_placement_beats_the_bound(
     """All placements of up to five slots, some of six, on GPUs those allowed; none is below that of the best links."""
     cluster = cluster_of(*shape, style, rng)
     cluster = on_gpus(cluster) if gpus else cluster
-    flags = tuple(
-        flag for flag in ("--moe-token-dispatcher-type alltoall", "--no-align-param-gather") if rng.random() < 0.5
-    )
+    flags = ("--moe-token-dispatcher-type alltoall",) if rng.random() < 0.5 else ()
     flags += rng.choice(SHARDINGS)
     job = tiny_job(cluster.num_slots, model=tiny_model(**model_of(experts)), performance_flags=flags)
     predictor = Predictor(replace(job, batch=Batch(global_batch_size=60)), measurements_of(cluster, rng))

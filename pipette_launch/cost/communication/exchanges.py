@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.layers import parameters
 from pipette_launch.cost.layers.block import FP32_BYTES, Block, Sizes, recompute_modules
-from pipette_launch.cost.layers.ends import depth_exchanges
 from pipette_launch.cost.layers.kinds import CLASSES
 from pipette_launch.cost.layers.loads import Behind, Exchange, Group, Hiding
 from pipette_launch.cost.layers.parameters import expert_dp
@@ -170,9 +169,8 @@ def exchanges_of(job: Job, layout: Layout, counts: LayerCounts, domain: int = 1)
     `domain` is the number of slots in one NVLink domain. `flex` dispatchers send fewer copies of a token to other
     NVLink domains.
     """
-    found = [*depth_exchanges(job, layout, job.model.mtp_num_layers * counts.prediction_S)]
     counts = counts.with_depths(job, layout)
-    found += [*shard_exchanges(job, layout, counts), *_tensor_parallel(job, layout, counts)]
+    found = [*shard_exchanges(job, layout, counts), *_tensor_parallel(job, layout, counts)]
     for block, once_S, again_S in counts.blocks(job, layout, domain):
         found += block.exchanges(once_S, again_S)
     return tuple(exchange for exchange in found if any(exchange.forward) or any(exchange.backward))
@@ -426,7 +424,7 @@ def num_buckets(dense: Ints | int, expert: Ints | int, replicas: Ints | int) -> 
 
 
 class Waits(NamedTuple):
-    """Waits of pipeline ranks for messages and gathers, by the job's options and the library of messages."""
+    """Waits of pipeline ranks for messages, by the job's options and the library of messages."""
 
     meets_receivers: bool
     """True if a message between stages starts only when its receiver ends a pass and requests the message.
@@ -445,9 +443,6 @@ class Waits(NamedTuple):
     prediction without the wait says instead that the step with groups of 4 is 1 % shorter. Waits over NCCL have not
     been measured.
     """
-    aligns_gathers: bool
-    """True if overlapped parameter gathers start on all pipeline ranks at the same time, which Megatron does only with
-    virtual stages (arguments.py, validate_args)."""
 
     @classmethod
     def of(cls, job: Job, vpp: int, device_kind: str) -> Waits:
@@ -457,17 +452,7 @@ class Waits(NamedTuple):
         return cls(
             meets_receivers=is_cpu and not overlaps,
             blocks_at_ends=is_cpu and overlaps and not options.overlap_p2p_comm_warmup_flush,
-            aligns_gathers=vpp > 1 and options.align_param_gather,
         )
-
-
-def loss_report_bytes(device_kind: str) -> int:
-    """Return the bytes of the loss sum and its token count, which the last stage's replicas all-reduce once a step.
-
-    Over gloo all replicas wait for this all-reduce, for 5 to 7 ms of a 57 ms step of four ranks on two cores. Over NCCL
-    the all-reduce of the loss takes only some tens of microseconds, so the result is 0 bytes.
-    """
-    return 2 * FP32_BYTES if device_kind == "cpu" else 0
 
 
 class CollectiveDimension(NamedTuple):

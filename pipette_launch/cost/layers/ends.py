@@ -8,12 +8,10 @@ GPT = MC models/gpt/gpt_model.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from pipette_launch.cost.layers.block import FP32_BYTES, MASK_BYTES, Sizes
-from pipette_launch.cost.layers.loads import Exchange, Load, PassLoads, matrix
+from pipette_launch.cost.layers.loads import Load, PassLoads, matrix
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Ints, Layout
+from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
 
 _TOKEN_ID_BYTES = 8
@@ -144,24 +142,6 @@ def depth_loads(job: Job, layout: Layout, layers: PassLoads) -> PassLoads:
     # T * h elements.
     joins = PassLoads(forward=Load(moved_bytes=8 * rows, kernels=3), input_grad=Load(moved_bytes=10 * rows, kernels=4))
     return embedding_loads(job, layout) + joins + projection + layers + head_loads(job, layout)
-
-
-def depth_exchanges(job: Job, layout: Layout, depths_S: Ints) -> Iterator[Exchange]:
-    """Yield the gathers of the projection from 2h to h, whose columns tp splits (MTP, _concat_embeddings).
-
-    With sequence parallelism the projection's input is also gathered first, and the gathered output is split again.
-    """
-    if layout.tp == 1:
-        return
-    size = job.model.dtype_bytes * Sizes(job, layout).tokens * job.model.hidden_size
-    none_S = 0 * depths_S
-    if layout.sequence_parallel:
-        yield Exchange.of("all_gather", "tp", size, depths_S, depths_S)
-        yield Exchange.of("all_gather", "tp", 2 * size, depths_S, depths_S)
-        yield Exchange.of("reduce_scatter", "tp", 2 * size, none_S, depths_S)
-    else:
-        yield Exchange.of("all_gather", "tp", size, depths_S, none_S)
-        yield Exchange.of("all_reduce", "tp", 2 * size, none_S, depths_S)
 
 
 def _vocabulary(model: ModelSpec, layout: Layout) -> int:

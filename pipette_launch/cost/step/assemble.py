@@ -44,9 +44,6 @@ class StepEnd:
     optimizer_s_PN: Floats
     embedding_s_N: Floats
     """Seconds of the reduction of tied embedding gradients between the first and the last stage."""
-    is_tied: bool = False
-    """True if the first and the last stage share a tied embedding."""
-    loss_s: float = 0.0
 
     @cached_property
     def reduced_s_PN(self) -> Floats:
@@ -66,22 +63,10 @@ class StepEnd:
         return np.asarray(self.reduced_s_PN.max(axis=0))
 
     @cached_property
-    def tied_s_N(self) -> Floats:
-        """Time in the step at which first and last stage have reduced the gradients of the tied embedding."""
-        return np.asarray(np.maximum(self.reduced_s_PN[0], self.reduced_s_PN[-1]) + self.embedding_s_N)
-
-    @cached_property
     def more_embedding_s_N(self) -> Floats:
         """Seconds that the reduction of the tied embedding's gradients adds to the step."""
-        return exposed_s(self.tied_s_N, self.finish_s_N)
-
-    @cached_property
-    def more_loss_s_N(self) -> float | Floats:
-        """Seconds added by the loss reduction, which the last stage runs after its gradient reductions."""
-        if not self.loss_s:
-            return 0.0
-        last_s_N = self.tied_s_N if self.is_tied else self.reduced_s_PN[-1]
-        return exposed_s(self.loss_s - (np.maximum(self.tied_s_N, self.finish_s_N) - last_s_N), 0.0)
+        both_s_N = np.maximum(self.reduced_s_PN[0], self.reduced_s_PN[-1])
+        return exposed_s(both_s_N + self.embedding_s_N, self.finish_s_N)
 
     @cached_property
     def gather_after_s_PN(self) -> Floats:
@@ -98,7 +83,7 @@ class StepEnd:
     @property
     def total_s_N(self) -> Floats:
         """Seconds of the whole step."""
-        return np.asarray(self.finish_s_N + self.more_embedding_s_N + self.update_s_PN.max(axis=0) + self.more_loss_s_N)
+        return np.asarray(self.finish_s_N + self.more_embedding_s_N + self.update_s_PN.max(axis=0))
 
     def _reduced_with_overlap(self) -> Floats:
         drain_VPN, buckets_VPN = self.drain_s_VPN, self.num_buckets_VPN
@@ -131,55 +116,6 @@ def gather_waits_s(gather_s: Floats, forward_s: Floats, num_buckets: int | Ints)
     return np.asarray(gather_s / num_buckets + more_s / num_buckets)
 
 
-def aligned_waits_s(
-    layout: Layout, gather_s_SR: Floats, forward_s_SR: Floats, hop_s_SR: Floats, *, rendezvous: bool
-) -> Floats:
-    """Return the wait of each first forward if parameter gathers start on all pipeline ranks at once.
-
-    `forward_s_SR` and `hop_s_SR` are the seconds of forwards and forward messages without waits. `rendezvous` is true
-    if a send waits for its receiver in the warm-up (`Engine.meets_receivers`).
-
-    A rank gathers the parameters of chunk c during the forwards of chunk c - 1, or earlier. The forwards of each rank
-    are simulated up to the first forward of its last chunk, before any backward. In turn t, rank r runs its forward
-    number t - r. The forward's input comes from turn t - 1 of the previous rank, or from an earlier turn of the last
-    rank.
-    """
-    pp = layout.pp
-    group = layout.microbatch_group_size or pp
-    stages, pipelines = gather_s_SR.shape
-    chunks = stages // pp
-    last = (chunks - 1) * group
-    waits_SR = np.zeros_like(gather_s_SR)
-    gather_VPR = gather_s_SR.reshape(chunks, pp, pipelines)
-    gathered_VPR = np.zeros_like(gather_VPR)
-    gathered_VPR[:2] = gather_VPR[:2].cumsum(axis=0)
-    zero_R = np.zeros(pipelines)
-    end_PR = np.zeros((pp, pipelines))
-    last_rank_ends: list[Floats] = []
-    for turn in range(last + pp):
-        dispatched = turn // group + 1 if turn % group == 0 else 0
-        before_PR = end_PR.copy()
-        for rank in range(max(0, turn - last), min(pp, turn + 1)):
-            forward = turn - rank
-            chunk, place = divmod(forward, group)
-            stage = chunk * pp + rank
-            sent_R = before_PR[rank - 1] if rank else last_rank_ends[forward - group] if chunk else zero_R
-            start_R = free_R = before_PR[rank]
-            if stage:
-                sends_R = np.maximum(sent_R, free_R) if rendezvous else sent_R
-                start_R = np.maximum(sends_R + hop_s_SR[stage - 1], free_R)
-            if 1 < dispatched < chunks:
-                begun_R = np.maximum(start_R, gathered_VPR[dispatched - 1, rank])
-                gathered_VPR[dispatched, rank] = begun_R + gather_VPR[dispatched, rank]
-            if place == 0:
-                waits_SR[stage] = exposed_s(gathered_VPR[chunk, rank], start_R)
-                start_R = start_R + waits_SR[stage]
-            end_PR[rank] = start_R + forward_s_SR[stage]
-        if turn >= pp - 1:
-            last_rank_ends.append(end_PR[-1].copy())
-    return waits_SR
-
-
 def totals_s_K(work: LayoutWork, prices: Prices) -> Floats:
     """Return the step's seconds for each of K placements, with the same digits as for each placement alone."""
     durations_R, hops_R = pipelines(work, prices)
@@ -205,8 +141,6 @@ def step_end(work: LayoutWork, prices: Prices, drain_SK: Floats, durations_R: Fl
         gather_s_VPN=prices.gather_s_SK.reshape(shape),
         optimizer_s_PN=work.optimizer_s_P[:, None] * prices.slowness_PD.reshape(pp, placements, -1).max(axis=2),
         embedding_s_N=prices.embedding_s_K,
-        is_tied=bool(work.traffic.embedding_bytes),
-        loss_s=work.loss_s,
     )
 
 
@@ -231,12 +165,12 @@ def pipelines(work: LayoutWork, prices: Prices) -> tuple[Floats, Floats]:
     if gathers_in_forward(work.layout):
         # The first forwards of the step wait for the gathers of their parameters.
         gather_SD = np.repeat(prices.gather_s_SK, forward_SD.shape[1] // prices.gather_s_SK.shape[1], axis=1)
-        if work.aligns_gathers:
-            ways = forward_SD, hops_D[: len(rank_S) - 1]
-            waits_SD = aligned_waits_s(work.layout, gather_SD, *ways, rendezvous=work.engine.meets_receivers)
+        if work.layout.vpp > 1:
+            # All pipeline ranks gather at the same time, so only the first stage waits (arguments.py, validate_args).
+            durations_D[2 * len(rank_S)] += gather_SD[0]
         else:
-            waits_SD = gather_waits_s(gather_SD, forward_SD, np.array(work.traffic.num_buckets)[:, None])
-        durations_D[2 * len(rank_S) :] += waits_SD
+            buckets_S1 = np.array(work.traffic.num_buckets)[:, None]
+            durations_D[2 * len(rank_S) :] += gather_waits_s(gather_SD, forward_SD, buckets_S1)
     if work.engine.splits_backward:
         weight_SD = work.weight_grad_s_S[:, None] * slowness_SD
         durations_D = np.concatenate([durations_D, backward_SD - weight_SD, weight_SD])
@@ -282,7 +216,7 @@ def step_parts(work: LayoutWork, prices: Prices) -> StepTime:
         pipeline_transfer = end - end without messages
         parameter_gather  = end without messages - end without messages and gathers, plus gathers after the optimizer
         bubble            = end without messages and gathers - compute and exchanges of the rank's passes
-        data_parallel     = end of the last reduction - end, plus the loss reduction and exchanges in the passes
+        data_parallel     = end of the last reduction - end, plus the exchanges of FSDP in the passes
         optimizer         = update of the slowest rank - its gathers after the optimizer
     """
     durations_D, hops_D = pipelines(work, prices)
@@ -300,8 +234,7 @@ def step_parts(work: LayoutWork, prices: Prices) -> StepTime:
     breakdown["pipeline_transfer"] = drained_s - no_hop_s
     # A pipeline bubble as small as rounding errors counts as 0 s.
     breakdown["bubble"] = bubble_s if abs(bubble_s) > 1e-12 * drained_s else 0.0
-    loss_s = float(np.ravel(end.more_loss_s_N)[0])
-    breakdown["data_parallel"] = breakdown.get("data_parallel", 0.0) + float(end.finish_s_N[0]) - drained_s + loss_s
+    breakdown["data_parallel"] = breakdown.get("data_parallel", 0.0) + float(end.finish_s_N[0]) - drained_s
     breakdown["embedding_gradients"] = float(end.more_embedding_s_N[0])
     breakdown["optimizer"] = float(end.update_s_PN[last, 0]) - gather_after_s
     breakdown["parameter_gather"] = gather_after_s + (no_hop_s - no_gather_s)

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from pipette_launch.cost.communication.collectives import Fabric, Routes
-from pipette_launch.cost.communication.exchanges import Groups, group_sizes, loss_report_bytes, rank_strides
+from pipette_launch.cost.communication.exchanges import Groups, group_sizes, rank_strides
 from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers.loads import Collective
@@ -347,10 +347,7 @@ class Predictor:
         return layout.world_size
 
     def _new_work(self, layout: Layout) -> LayoutWork:
-        report_bytes = loss_report_bytes(self._measurements.cluster.device_kind)
-        loss_s = self.fabric.bound_s("all_reduce", layout.dp * layout.cp, report_bytes) if report_bytes else 0.0
-        once, domain = self._once, self.fabric.domain_slots
-        return LayoutWork.of(self._job, layout, self.compute, once, loss_s=loss_s, domain=domain)
+        return LayoutWork.of(self._job, layout, self.compute, self._once, domain=self.fabric.domain_slots)
 
 
 def launching_notes(job: Job, layout: Layout, parts_s: Mapping[str, float], step_s: float) -> tuple[str, ...]:

@@ -26,7 +26,6 @@ from pipette_launch.cost import Memo
 from pipette_launch.cost.communication.collectives import Fabric
 from pipette_launch.cost.communication.exchanges import (
     LayerCounts,
-    Waits,
     exchanges_of,
     group_sizes,
     num_buckets,
@@ -356,7 +355,6 @@ class _StepEnds(NamedTuple):
     optimizer_s_TP: Floats
     buckets_T: Ints
     """Number of gradient buckets of the first stage; later stages have one bucket."""
-    aligns_gathers: bool
 
     @classmethod
     def of(cls, tables: Tables, columns: LayoutColumns, content: Content) -> _StepEnds:
@@ -380,7 +378,6 @@ class _StepEnds(NamedTuple):
             gather_s_TVP=gather_s,
             optimizer_s_TP=optimizer_s_PT.T * tables.fastest,
             buckets_T=num_buckets(dense_TVP[:, 0, 0], expert_TVP[:, 0, 0], groups.dp * groups.cp),
-            aligns_gathers=Waits.of(job, int(columns.vpp[0]), tables.compute.device_kind).aligns_gathers,
         )
 
 
@@ -420,7 +417,7 @@ def _step_s_N(columns: LayoutColumns, paths: _Paths, ends: _StepEnds) -> Floats:
     finish_N = (paths.drained_s_UP[u] + exposed_NP).max(axis=1)
     gather_TP, first_gather_N = ends.gather_s_TVP.sum(axis=1), ends.gather_s_TVP[:, 0, 0][t]
     waits_N = first_gather_N
-    if not ends.aligns_gathers:
+    if columns.vpp[0] == 1:
         waits_N = gather_waits_s(first_gather_N, paths.first_forward_s_U[u], buckets_N)
     update_T, overlapped_T = (ends.optimizer_s_TP + gather_TP).max(axis=1), ends.optimizer_s_TP.max(axis=1)
     later_N = np.where(columns.overlap_param_gather > 0, overlapped_T[t], update_T[t])

@@ -46,10 +46,6 @@ class LayoutWork:
     gradient_bytes_S2: Floats
     parameter_bytes_S2: Floats
     reduce_kind: Collective
-    aligns_gathers: bool
-    """True if overlapped parameter gathers start on all pipeline ranks at once."""
-    loss_s: float
-    """Seconds of the loss reduction over the replicas of the last stage, over the best links."""
     expert_dp: int
     shard_copies: int
     """Number of copies of FSDP's shards, the argument `instances` of `Groups.of`."""
@@ -58,14 +54,12 @@ class LayoutWork:
     rank_S: Ints
 
     @classmethod
-    def of(
-        cls, job: Job, layout: Layout, compute: ComputeTable, once: OnceAStep, *, loss_s: float, domain: int = 1
-    ) -> LayoutWork:
+    def of(cls, job: Job, layout: Layout, compute: ComputeTable, once: OnceAStep, *, domain: int = 1) -> LayoutWork:
         """Compute the work of a layout; `domain` is the number of slots in an NVLink domain."""
         num_microbatches = layout.num_microbatches(job.batch.global_batch_size)
         passes = compute.chunk_passes(layout)
         traffic = step_traffic(job, layout)
-        meets, blocks, aligns = Waits.of(job, layout.vpp, compute.device_kind)
+        meets, blocks = Waits.of(job, layout.vpp, compute.device_kind)
         work = cls(
             layout=layout,
             num_microbatches=num_microbatches,
@@ -77,8 +71,6 @@ class LayoutWork:
             gradient_bytes_S2=np.array(traffic.gradient_bytes, dtype=np.float64),
             parameter_bytes_S2=np.array(traffic.parameter_bytes, dtype=np.float64),
             reduce_kind="reduce_scatter" if layout.use_distributed_optimizer else "all_reduce",
-            aligns_gathers=aligns,
-            loss_s=loss_s,
             expert_dp=expert_dp(layout),
             shard_copies=shard_copies(job),
             optimizer_s_P=_update_s_P(job, traffic, once),

@@ -334,10 +334,8 @@ def test_expert_layers_share_tensor_parallel_traffic_only_in_attention(shared: i
 
 
 def test_a_depth_of_prediction_exchanges_what_a_layer_and_both_ends_do() -> None:
-    """On the last stage: two more for the layer, one for the lookup, one and three for the head, and the projection."""
+    """On the last stage: two more for the layer, one for the lookup, one and three for the head."""
     expected = [
-        ("all_gather", "tp", 8192, (0.0, 1.0), (0.0, 0.0)),
-        ("all_reduce", "tp", 16384, (0.0, 0.0), (0.0, 1.0)),
         ("all_reduce", "tp", 8192, (5.0, 7.0), (0.0, 0.0)),
         ("all_reduce", "tp", 8192, (0.0, 0.0), (4.0, 8.0)),
         ("all_reduce", "tp", 128, (0.0, 6.0), (0.0, 0.0)),
@@ -347,10 +345,8 @@ def test_a_depth_of_prediction_exchanges_what_a_layer_and_both_ends_do() -> None
 
 
 def test_a_depth_apart_from_the_head_leaves_its_head_there() -> None:
-    """Three stages: the second has the depth's layer, lookup and projection, the last both heads."""
+    """Three stages: the second has the depth's layer and lookup, the last both heads."""
     expected = [
-        ("all_gather", "tp", 8192, (0.0, 1.0, 0.0), (0.0, 0.0, 0.0)),
-        ("all_reduce", "tp", 16384, (0.0, 0.0, 0.0), (0.0, 1.0, 0.0)),
         ("all_reduce", "tp", 8192, (5.0, 7.0, 0.0), (0.0, 0.0, 0.0)),
         ("all_reduce", "tp", 8192, (0.0, 0.0, 0.0), (4.0, 6.0, 2.0)),
         ("all_reduce", "tp", 128, (0.0, 0.0, 6.0), (0.0, 0.0, 0.0)),
@@ -550,14 +546,6 @@ def test_warm_up_and_cool_down_wait_for_their_messages_unless_the_user_asks_earl
     assert not Waits.of(tiny_job(2), 2, "cuda").blocks_at_ends
     assert not Waits.of(early, 2, "cpu").blocks_at_ends
     assert not Waits.of(apart, 2, "cpu").blocks_at_ends
-
-
-def test_gathers_are_aligned_with_virtual_stages_unless_the_user_says_no() -> None:
-    """Megatron's default with them; without them it never aligns."""
-    plain, other = tiny_job(), tiny_job(performance_flags=("--no-align-param-gather",))
-
-    assert [True, False] == [Waits.of(plain, vpp, "cuda").aligns_gathers for vpp in (2, 1)]
-    assert not Waits.of(other, 2, "cuda").aligns_gathers
 
 
 def test_prediction_copies_the_embedding_of_an_untied_head_too() -> None:

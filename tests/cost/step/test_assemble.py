@@ -7,146 +7,28 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers.parameters import OnceAStep
-from pipette_launch.cost.pipeline.engine import Engine, StageTimes
-from pipette_launch.cost.step.assemble import (
-    aligned_waits_s,
-    gather_waits_s,
-    step_end,
-    step_parts,
-    totals_s_K,
-)
+from pipette_launch.cost.step.assemble import gather_waits_s, step_end, step_parts, totals_s_K
 from pipette_launch.cost.step.work import LayoutWork, Prices
 from pipette_launch.facts import Batch, Layout
-from pipette_launch.facts.schedule import StockSchedule, schedule_of
 
 Floats = NDArray[np.float64]
-
-
-def column(*values: float) -> Floats:
-    """One pipeline."""
-    return np.array(values)[:, None]
-
-
-def megatron_waits_s(order: StockSchedule, rendezvous: bool, times: StageTimes, gather_s_S: list[float]) -> list[float]:
-    """Apply Megatron's rules to the simulated schedule until no wait changes."""
-    stages, pp, group = order.num_stages, order.pp, order.group_size
-    layout = Layout(pp=pp, vpp=order.vpp, microbatch_group_size=group)
-    schedule = schedule_of(layout, order.num_microbatches)
-    waits = [0.0] * stages
-    while True:
-        first = tuple(forward + wait for forward, wait in zip(times.forward_s, waits, strict=True))
-        timeline = Engine(order, rendezvous=rendezvous).timeline(replace(times, first_forward_s=first))
-        found = [0.0] * stages
-        for rank in range(pp):
-            actions = zip(schedule.ranks[rank], timeline.start_s[rank], strict=True)
-            start_N = [start for action, start in actions if action.kind == "F"]
-            gathered = 0.0
-            for chunk in range(order.vpp):
-                dispatched = start_N[(chunk - 1) * group - rank] if chunk > 1 else 0.0
-                gathered = max(gathered, dispatched) + gather_s_S[chunk * pp + rank]
-                found[chunk * pp + rank] = max(gathered - start_N[chunk * group], 0.0)
-        if found == pytest.approx(waits, rel=1e-12, abs=1e-12):
-            return found
-        waits = found
 
 
 @pytest.mark.parametrize(("buckets", "expected"), [(1, 6.0), (2, 3.0 + 1.0), (3, 2.0 + 2 * 2 / 3)])
 def test_a_bucket_is_dispatched_when_the_one_before_has_arrived(buckets: int, expected: float) -> None:
     """A gather of 6 and a forward of 4: g/n, and for each further bucket what the last one's layers do not hide."""
-    assert expected == pytest.approx(gather_waits_s(column(6.0), column(4.0), np.array([buckets]))[0, 0])
-
-
-def test_aligned_waits_do_not_add_up() -> None:
-    """Gathers of 5 on three ranks, forwards of 2 and hops of 1: the second rank's ends before its activation comes."""
-    layout = Layout(pp=3, vpp=2)
-    forwards = np.full((6, 1), 2.0), np.full((5, 1), 1.0)
-
-    found = aligned_waits_s(layout, np.full((6, 1), 5.0), *forwards, rendezvous=False)
-
-    assert [5.0, 0.0, 0.0, 0.0, 0.0, 0.0] == found[:, 0].tolist()
-
-
-def test_the_longest_gather_of_the_first_chunks_counts_once() -> None:
-    """The last rank's takes 12; its activation is there after 5 + 2 + 1 + 2 + 1 = 11."""
-    layout = Layout(pp=3, vpp=2)
-    forwards = np.full((6, 1), 2.0), np.full((5, 1), 1.0)
-
-    found = aligned_waits_s(layout, column(5.0, 5.0, 12.0, 5.0, 5.0, 5.0), *forwards, rendezvous=False)
-
-    assert [5.0, 0.0, 1.0, 0.0, 0.0, 0.0] == found[:, 0].tolist()
-
-
-def test_a_later_chunk_hides_behind_the_forwards_before_it() -> None:
-    """Chunk 1 of rank 0 is gathered from 1 on, chunk 0's two forwards and the way back of the first take until 5."""
-    layout = Layout(pp=2, vpp=2)
-    forwards = np.full((4, 1), 2.0), np.zeros((3, 1))
-
-    columns = [column(1.0, 1.0, gather, 0.0) for gather in (4.0, 4.5, 6.0)]
-    waits = [aligned_waits_s(layout, each, *forwards, rendezvous=False)[2, 0] for each in columns]
-
-    assert [0.0, 0.5, 2.0] == waits
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.integers(2, 4),
-    st.integers(2, 4),
-    st.integers(0, 2),
-    st.integers(1, 3),
-    st.booleans(),
-    st.randoms(use_true_random=False),
-)
-def test_aligned_waits_are_those_of_megatrons_rules(
-    pp: int, vpp: int, wider: int, groups: int, rendezvous: bool, rng: object
-) -> None:
-    """Uneven stages, hops and gathers from free to far longer than what they could hide behind."""
-    group = pp + wider
-    order = StockSchedule(pp=pp, vpp=vpp, group_size=group, num_microbatches=groups * group)
-    stages = order.num_stages
-    draw = np.random.default_rng(rng.randrange(1 << 30))  # type: ignore[attr-defined]
-    forward, backward, hop = draw.random(stages), draw.random(stages), draw.random(stages - 1)
-    gather = draw.random(stages) * draw.choice([0.2, 2.0, 20.0])
-    times = StageTimes(
-        forward_s=tuple(forward.tolist()),
-        backward_s=tuple(backward.tolist()),
-        forward_hop_s=tuple(hop.tolist()),
-        backward_hop_s=tuple(hop.tolist()),
-    )
-    layout = Layout(pp=pp, vpp=vpp, microbatch_group_size=group)
-    forwards = forward[:, None], hop[:, None]
-
-    found = aligned_waits_s(layout, gather[:, None], *forwards, rendezvous=rendezvous)[:, 0].tolist()
-
-    assert megatron_waits_s(order, rendezvous, times, gather.tolist()) == pytest.approx(found, abs=1e-9)
-
-
-def test_pipelines_side_by_side_are_priced_as_alone() -> None:
-    """Short gathers and long ones, to the digit."""
-    draw = np.random.default_rng(1)
-    layout = Layout(pp=3, vpp=3)
-    forwards = draw.random((9, 8)), draw.random((8, 8))
-    gather_s_SR = draw.random((9, 8)) * np.array([0.1, 5.0] * 4)
-
-    together = aligned_waits_s(layout, gather_s_SR, *forwards, rendezvous=False)
-    alone = [
-        aligned_waits_s(layout, gather_s_SR[:, [r]], *(each[:, [r]] for each in forwards), rendezvous=False)
-        for r in range(8)
-    ]
-
-    assert np.concatenate(alone, axis=1).tolist() == together.tolist()
+    assert expected == pytest.approx(float(gather_waits_s(np.array(6.0), np.array(4.0), buckets)))
 
 
 def work(layout: Layout, *, num_microbatches: int = 4, optimizer_s: float = 0.0) -> LayoutWork:
     """The tiny job: layers of 1 ms a pass."""
     job = replace(tiny_job(), batch=Batch(global_batch_size=num_microbatches * layout.dp))
     once = OnceAStep(optimizer_s_per_parameter=optimizer_s, gradient_s_per_byte=0.0, host_s=0.0)
-    return LayoutWork.of(job, layout, ComputeTable(job, tiny_measurements(tiny_cluster())), once, loss_s=0.0)
+    return LayoutWork.of(job, layout, ComputeTable(job, tiny_measurements(tiny_cluster())), once)
 
 
 def prices(this: LayoutWork, **changes: object) -> Prices:
@@ -216,27 +98,14 @@ def test_an_overlapped_gather_delays_the_first_forward() -> None:
     assert after - before == pytest.approx(1e-3)
 
 
-def test_aligned_gathers_of_virtual_stages_delay_the_step_once() -> None:
-    """All stages gather at once: the first chunk's gather alone is waited for, and the part says so."""
+def test_gathers_of_virtual_stages_delay_the_step_once() -> None:
+    """All stages gather at once: only the first stage waits, and the wait is in the part of the gathers."""
     plain = Layout(pp=2, vpp=2, dp=2, use_distributed_optimizer=True, overlap_grad_reduce=True)
     this = work(replace(plain, overlap_param_gather=True))
     free, priced = (step_parts(this, prices(this, gather_s_SK=np.full((4, 1), seconds))) for seconds in (0.0, 1e-3))
 
     assert 1e-3 == pytest.approx(priced.total_s - free.total_s)
     assert 1e-3 == pytest.approx(priced.breakdown_s["parameter_gather"])
-    assert free.breakdown_s["bubble"] == pytest.approx(priced.breakdown_s["bubble"])
-
-
-def test_gathers_that_are_not_aligned_delay_every_stage() -> None:
-    """One by one, in nearly each of the four first forwards; what all wait is the gather's, not the bubble's."""
-    layout = Layout(
-        pp=2, vpp=2, dp=2, use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
-    )
-    this = replace(work(layout), aligns_gathers=False)
-    free, priced = (step_parts(this, prices(this, gather_s_SK=np.full((4, 1), seconds))) for seconds in (0.0, 1e-3))
-
-    assert 3.9e-3 == pytest.approx(priced.total_s - free.total_s)
-    assert 3.9e-3 == pytest.approx(priced.breakdown_s["parameter_gather"])
     assert free.breakdown_s["bubble"] == pytest.approx(priced.breakdown_s["bubble"])
 
 
@@ -276,17 +145,3 @@ def test_chunks_leave_when_they_are_done() -> None:
     done = [reduced_s(this, np.array([2.0, 0.0, 4.0, 0.0]), drain, backward)[0] for this in both]
 
     assert done == [11.0, 14.0]
-
-
-def test_the_loss_is_added_up_where_the_last_stage_is_done() -> None:
-    """It drains 4.2 ms before the first, so up to that it is free; a tied embedding makes it wait for the first."""
-    tied = work(Layout(pp=2, dp=2))
-    untied = replace(tied, traffic=replace(tied.traffic, embedding_bytes=0))
-    free_s = total_s(tied, prices(tied))
-
-    def longer_s(this: LayoutWork, loss_s: float) -> float:
-        return total_s(replace(this, loss_s=loss_s), prices(this)) - free_s
-
-    assert longer_s(untied, 4.2e-3) == pytest.approx(0.0, abs=1e-12)
-    assert longer_s(untied, 5.2e-3) == pytest.approx(1e-3)
-    assert longer_s(tied, 1e-3) == pytest.approx(1e-3)

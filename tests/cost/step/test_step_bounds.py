@@ -70,7 +70,6 @@ MODELS: tuple[dict[str, object], ...] = (
 )
 FLAGS = (
     (),
-    ("--no-align-param-gather",),
     (
         "--fine-grained-activation-offloading",
         "--min-offloaded-tensor-size 1",

@@ -78,7 +78,8 @@ def test_the_secret_is_nowhere_to_be_seen(tmp_path: Path) -> None:
     (tmp_path / "table.json").write_text(json.dumps({"warmup": script}))
     (tmp_path / "script.py").write_text(script)
     words = [sys.executable, HERE / "drive.py", tmp_path / "table.json", "--nproc-per-node=1", tmp_path / "script.py"]
-    environment |= {"OUT": str(tmp_path), "TMPDIR": str(tmp_path), "NODE": "a", "PYTHONPATH": f"{HERE.parent.parent}"}
+    paths = f"{HERE.parent.parent}:{HERE.parent}"
+    environment |= {"OUT": str(tmp_path), "TMPDIR": str(tmp_path), "NODE": "a", "PYTHONPATH": paths}
     done = subprocess.run([*map(str, words)], capture_output=True, text=True, env=environment, timeout=100, check=False)
 
     assert 0 == done.returncode, done.stderr

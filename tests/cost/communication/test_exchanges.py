@@ -262,7 +262,7 @@ def test_tokens_in_mxfp8_are_half_as_large(flag: str, wide: object, narrow: obje
     """Full recompute dispatches again; a token has 33 bytes for 32 elements instead of 64."""
     again = Recompute(granularity="full", method="uniform", num_layers=1)
     flags = ("--moe-token-dispatcher-type flex", "--moe-flex-dispatcher-backend ncclep", flag)
-    job = changed_job(moe_job(performance_flags=flags), megatron_version="0.20.0")
+    job = changed_job(moe_job(), performance_flags=flags, megatron_version="0.20.0")
     plain, small = rows(job, Layout(dp=2, ep=2, recompute=again))
 
     assert (plain[3:], small[3:]) == (wide, narrow)

@@ -91,7 +91,7 @@ def test_depths_of_prediction_keep_the_layers_of_their_pattern() -> None:
     job = hybrid_job(mtp="*E")
     layers = sum(kinds.kept_bytes(job, Layout(), kind) for kind in ("attention_layer", "expert_layer"))
 
-    assert 2 * (layers + 12 * 32 * 64 + 8 * 32) == kinds.prediction_bytes(job, Layout())
+    assert 2 * (layers + 12 * 32 * 64) == kinds.prediction_bytes(job, Layout())
     assert 0 == kinds.prediction_bytes(hybrid_job(), Layout())
 
 
@@ -280,15 +280,15 @@ def test_backward_of_long_unfused_attention() -> None:
 
 
 def test_the_layers_of_multi_token_prediction() -> None:
-    """One depth: a layer, six tensors of 2*s*b*h, and token ids of 8 bytes; full recompute keeps the layer's input."""
+    """One depth: a layer, and six tensors of 2*s*b*h; full recompute keeps the layer's input."""
     plain = job(mtp_num_layers=1)
     full = Layout(recompute=Recompute(granularity="full", method="uniform", num_layers=1))
 
-    assert prediction_bytes(plain, Layout()) == kept_bytes(plain, Layout(), "layer") + 12 * 2048 + 8 * 32
-    assert prediction_bytes(plain, full) == 2 * 2048 + 12 * 2048 + 8 * 32
+    assert prediction_bytes(plain, Layout()) == kept_bytes(plain, Layout(), "layer") + 12 * 2048
+    assert prediction_bytes(plain, full) == 2 * 2048 + 12 * 2048
     # The kept input of a recomputed layer is in fp32 with `--fp32-residual-connection`.
     wide = changed_job(plain, performance_flags=("--fp32-residual-connection",))
-    assert prediction_bytes(wide, full) == 4 * 2048 + 12 * 2048 + 8 * 32
+    assert prediction_bytes(wide, full) == 4 * 2048 + 12 * 2048
     assert prediction_bytes(job(), Layout()) == 0
 
 

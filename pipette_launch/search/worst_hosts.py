@@ -1,6 +1,6 @@
 """A lower bound of a layout's step time over all placements: some ranks must lie on hosts with slow links."""
 
-# H = hosts, K = trials, P = pipeline ranks, S = stages (model chunks).
+# D = directions (outgoing, incoming), H = hosts, K = trials, P = pipeline ranks, S = stages (model chunks).
 
 from __future__ import annotations
 
@@ -20,37 +20,40 @@ from pipette_launch.facts.layout import Floats, Ints
 _ROUNDING = 1e-12
 """Share by which the bound is lowered to allow for rounding: placements add the same numbers in another order."""
 Way = tuple[float, float]
-"""Latency in seconds and seconds per byte. A group that uses a host has a link that is at best as fast as this way."""
+"""Latency in seconds and seconds per byte of a link that is at least as fast as each link of some kind."""
 
 
 class Ways(NamedTuple):
-    """The way between each host and others: its best links, outgoing or incoming, whichever are slower."""
+    """The best links of each host to others, outgoing and incoming. A group that leaves a host uses one of both."""
 
-    latency_s_H: Floats
-    byte_s_H: Floats
+    latency_s_DH: Floats
+    byte_s_DH: Floats
     slowest_first_H: Ints
 
-    def of(self, host: int) -> Way:
-        """Return the way of a host."""
-        return float(self.latency_s_H[host]), float(self.byte_s_H[host])
+    def of(self, host: int) -> tuple[Way, ...]:
+        """Return the outgoing and the incoming way of a host."""
+        return self._best(np.array([host]))
 
-    def of_slowest(self, count: int) -> Way:
-        """Return a way that is at least as fast as the ways of the `count` slowest hosts."""
-        hosts = self.slowest_first_H[:count]
-        return float(self.latency_s_H[hosts].min()), float(self.byte_s_H[hosts].min())
+    def of_slowest(self, count: int) -> tuple[Way, ...]:
+        """Return an outgoing and an incoming way that are at least as fast as those of the `count` slowest hosts."""
+        return self._best(self.slowest_first_H[:count])
+
+    def _best(self, hosts: Ints) -> tuple[Way, ...]:
+        latency_s_D, byte_s_D = self.latency_s_DH[:, hosts].min(axis=1), self.byte_s_DH[:, hosts].min(axis=1)
+        return tuple(zip(latency_s_D.tolist(), byte_s_D.tolist(), strict=True))
 
 
 @lru_cache(maxsize=16)
 def ways_of(links: Links, others: int) -> Ways:
     """Return the ways of hosts that exchange data with at least `others` other hosts each."""
 
-    def slowest_H(seconds_HH: Floats) -> Floats:
+    def best_DH(seconds_HH: Floats) -> Floats:
         apart_HH = np.where(np.eye(links.size, dtype=bool), np.inf, seconds_HH)
-        out_H, in_H = (np.partition(one_HH, others - 1, axis=1)[:, others - 1] for one_HH in (apart_HH, apart_HH.T))
-        return np.asarray(np.maximum(out_H, in_H))
+        directions = (apart_HH, apart_HH.T)
+        return np.array([np.partition(one_HH, others - 1, axis=1)[:, others - 1] for one_HH in directions])
 
-    byte_s_H = slowest_H(links.seconds_per_byte)
-    return Ways(slowest_H(links.latency_s), byte_s_H, np.argsort(-byte_s_H, kind="stable"))
+    byte_s_DH = best_DH(links.seconds_per_byte)
+    return Ways(best_DH(links.latency_s), byte_s_DH, np.argsort(-byte_s_DH.max(axis=0), kind="stable"))
 
 
 def worst_hosts_bound_s(model: PlacementCost) -> float:
@@ -77,11 +80,13 @@ def worst_hosts_bound_s(model: PlacementCost) -> float:
         ways = ways_of(links, fewest[group] - 1 if kind == "all_to_all" else 1)
         # All other hosts together have fewer than `slots` slots.
         num_slowest = (layout.world_size - slots) // fabric.cluster.devices_per_host + 1
-        all_s, worst_s = (
-            fabric.bounds_s(kind, sizes[group], size_bytes, fewest=fewest[group], way=way)
-            for way in (ways.of_slowest(num_slowest), ways.of(worst))
-        )
-        return all_s, np.maximum(all_s, worst_s)
+
+        def slower_direction_s(both: tuple[Way, ...]) -> Floats:
+            seconds = [fabric.bounds_s(kind, sizes[group], size_bytes, fewest=fewest[group], way=way) for way in both]
+            return np.maximum(*seconds)
+
+        all_s = slower_direction_s(ways.of_slowest(num_slowest))
+        return all_s, np.maximum(all_s, slower_direction_s(ways.of(worst)))
 
     for item, seconds_PK in zip(work.exchanges, trials.exchange_s_PD, strict=True):
         all_s, worst_s = least_s(item.kind, item.group, np.array(item.size_bytes), sizes[item.group])

@@ -190,3 +190,12 @@ def test_sixty_four_hosts_are_quick() -> None:
 
     assert time.process_time() - started_s < 5
     assert bound_s > predictor.bound_s(layout)
+
+
+def test_the_latency_of_one_direction_and_the_bandwidth_of_the_other_are_not_one_link() -> None:
+    """From host 0 to host 1 messages start late and run fast; back they start at once and run slowly."""
+    links = Links(latency_s=[[0.0, 1.0], [1e-5, 0.0]], bandwidth_bytes_per_s=[[0.0, 1e12], [1e7, 0.0]])
+
+    _, bound_s, best_s = bounds_and_best(replace(tiny_cluster(2, 1), between_hosts=links), Layout(dp=2))
+
+    assert bound_s <= best_s * (1 + 1e-12)

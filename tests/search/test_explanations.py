@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from facts_for_tests import changed_job, tiny_cluster, tiny_job, tiny_measurements, tiny_model, with_one_full
-from search.worlds import ALL_FIELDS, on_gpus, pipeline_job, planned, two_racks
+from search.worlds import ALL_FIELDS, SLOW_BYTES_PER_S, on_gpus, pipeline_job, planned, two_racks
 
 from pipette_launch.cost.compute.device_model import published
 from pipette_launch.errors import PlanError
@@ -30,7 +30,7 @@ def test_all_is_said_in_sentences() -> None:
 
 def test_a_lead_is_compared_with_published_leads() -> None:
     """Without measurements a reason says which leads exceed the usual error of leads; measured leads have scatter."""
-    measured = tiny_measurements(tiny_cluster())
+    measured = tiny_measurements(tiny_cluster(bandwidth_bytes_per_s=SLOW_BYTES_PER_S))
     imagined = replace(measured, cluster=replace(measured.cluster, imagined=KNOWN_DEVICES["H100-SXM"]))
     plan, plain = planned(tiny_job(4), imagined), planned(tiny_job(4))
     lead = 1 - plan.chosen.step_time_s / plan.own.step_time_s

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 from search.legal import legal_layouts
-from search.worlds import planned
+from search.worlds import SLOW_BYTES_PER_S, planned
 
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Plan
@@ -30,7 +30,8 @@ def test_the_list_begins_with_the_chosen_layout(plan: Plan) -> None:
 
 def test_listed_layouts_are_legal_and_no_placement_beats_their_bounds(plan: Plan) -> None:
     """Each figure is the prediction of the layout itself."""
-    job, measurements = tiny_job(4), tiny_measurements(tiny_cluster())
+    job = tiny_job(4)
+    measurements = tiny_measurements(tiny_cluster(bandwidth_bytes_per_s=SLOW_BYTES_PER_S))
     predictor = Predictor(job, measurements)
     legal = set(legal_layouts(job, world_size=4, device_kind="cpu", devices_per_host=2))
 

@@ -16,6 +16,7 @@ from search.toys import Ticks
 from search.worlds import (
     ALL_FIELDS,
     PROVENANCE,
+    SLOW_BYTES_PER_S,
     nvlink_racks,
     on_gpus,
     pipeline_job,
@@ -128,7 +129,8 @@ def test_a_plan_fits_in_memory() -> None:
     job = tiny_job(4)
     free = planned(job)
     need = max(free.chosen.memory.model_bytes)
-    tight = planned(job, tiny_measurements(tiny_cluster(memory_bytes=need - 1)), memory_margin=0.0)
+    cluster = tiny_cluster(memory_bytes=need - 1, bandwidth_bytes_per_s=SLOW_BYTES_PER_S)
+    tight = planned(job, tiny_measurements(cluster), memory_margin=0.0)
 
     assert all(choice.fits for choice in (tight.chosen, *tight.alternatives))
     assert max(tight.chosen.memory.model_bytes) < need
@@ -169,7 +171,7 @@ def test_an_own_layout_that_megatron_refuses_is_told_and_left() -> None:
 
 def test_alternatives_are_other_plans_and_no_slower_than_the_own() -> None:
     """What is tried next differs from what failed, and is worth trying before the user's own configuration."""
-    plan = planned(tiny_job(4))
+    plan = planned(tiny_job(4), tiny_measurements(tiny_cluster()), margin=0.0)
     ways = [(choice.layout, choice.placement) for choice in (plan.chosen, *plan.alternatives)]
     times = [choice.step_time_s for choice in (plan.chosen, *plan.alternatives, plan.own)]
 

@@ -85,9 +85,13 @@ def pipeline_job() -> Job:
     return tiny_job(4, own=Layout(pp=4), batch=Batch(global_batch_size=8), pinned=ALL_FIELDS)
 
 
+SLOW_BYTES_PER_S = 5e7
+"""Bandwidth between hosts that makes the plain job's own data parallelism clearly slower than the best plan."""
+
+
 def planned(job: Job, measurements: Measurements | None = None, **options: object) -> Plan:
-    """Plan with all the time in the world."""
-    measurements = measurements or tiny_measurements(tiny_cluster())
+    """Plan with all the time in the world; without measurements on hosts with slow links."""
+    measurements = measurements or tiny_measurements(tiny_cluster(bandwidth_bytes_per_s=SLOW_BYTES_PER_S))
     return solve(
         job,
         measurements,

@@ -79,7 +79,7 @@ FLAGS = (
     ("--moe-token-dispatcher-type alltoall", "--no-async-tensor-model-parallel-allreduce"),
     ("--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params"),
     ("--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads", "--num-distributed-optimizer-instances 2"),
-    ("--fp8-format hybrid", "--cuda-graph-impl full_iteration", "--cuda-graph-scope full_iteration"),
+    ("--fp8-format hybrid", "--cuda-graph-impl local", "--cuda-graph-scope full_iteration"),
 )
 CUTS = {2: (3, 5), 4: (1, 3, 2, 2), 8: (0, 1, 1, 2, 1, 1, 2, 0)}
 SHAPES = [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (2, 4), (4, 2)]

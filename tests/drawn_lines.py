@@ -141,6 +141,11 @@ OTHERS = (
         "--data-parallel-sharding-strategy {no_shard|optim|optim_grads|optim_grads_params}"
     ),
     "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params",
+    "--use-torch-fsdp2",
+    (
+        "--use-torch-fsdp2 --untie-embeddings-and-output-weights --no-gradient-accumulation-fusion --ckpt-format "
+        "{torch_dist|torch_dcp|torch} --use-distributed-optimizer=- --overlap-param-gather=-"
+    ),
     "--fsdp-manual-registration",
     "--fsdp-double-buffer",
     "--data-parallel-sharding-strategy optim",

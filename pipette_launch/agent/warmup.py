@@ -252,20 +252,21 @@ class Warmup(PhaseBeforeTraining):
         Raises ClusterError if the plan did not come in time. Raises RoundOver if an agent called a meeting.
         """
         store = self._round_store
-        # The deciding node comes first in torchrun's order, unless it is on standby.
-        if self._token == self._decision.tokens[0] and not store.is_coordinator:
+        # The deciding node holds the store of the rendezvous. It need not come first in torchrun's order.
+        is_first = self._token == self._decision.tokens[0]
+        if is_first and not store.is_coordinator:
             self._hand_over()
         if store.is_coordinator:
             failure = self.failure
-            if self._token not in self._decision.tokens:
-                failure = store.peek("warmup-failed") or self._take_over()
+            if not is_first:
+                failure = failure or store.peek("warmup-failed") or self._take_over()
             store.put("plan", files.dumps(self._controller.after_warmup(self._ordered, failure)))
         deadline_s = PEER_WAIT_S + self._controller.warmup_deadline_s
         text = store.take("plan", what="the plan of the first node", deadline_s=deadline_s, reader=store.reader)
         return read_decision(text, "plan of the first node")
 
     def _hand_over(self) -> None:
-        """Publish the measurements for a deciding node that ran no warm-up workers."""
+        """Publish the measurements for the deciding node, which is another node than that of RANK 0."""
         path = self._controller.measured_path
         self._round_store.put("measured", path.read_text() if path.exists() else "")
 

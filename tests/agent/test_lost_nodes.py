@@ -271,6 +271,16 @@ def test_whoever_decides_learns_what_was_measured(
     assert ("gigabytes a second: äöü" * 50, "") == (controllers[0].text, controllers[0].failure)
 
 
+def test_a_deciding_node_behind_the_node_of_rank_0_learns_what_was_measured(tmp_path: Path) -> None:
+    """The node with the store of the rendezvous decides, although another node comes first in torchrun's order."""
+    second = RunWarmup(nodes=nodes("b", "c", tokens=("t1", "t0")), order="")
+    agents, controllers = relays(tmp_path, "gigabytes a second", second)
+
+    deliver(agents[:2])
+
+    assert ("gigabytes a second", "") == (controllers[0].text, controllers[0].failure)
+
+
 def test_a_failed_warmup_is_known_on_standby(tmp_path: Path) -> None:
     """From the store, for this node watched no workers; nothing is waited for then."""
     agents, controllers = relays(tmp_path, "half of it")

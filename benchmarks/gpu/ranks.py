@@ -28,19 +28,18 @@ NEEDED_S = 20.0
 """Less time is not enough for one more start on a GPU."""
 TOLERANCE = 1e-3
 """Largest relative difference between losses of two orders of the same sums."""
+# Folded schedules draw other initial weights than torchrun, so their losses cannot be compared.
 BY_HAND: dict[DeviceKind, tuple[ByHand, ...]] = {
     "cuda": (
         ByHand(layout=Layout(pp=2), placement=(0, 1), schedule="zb-1p"),
-        ByHand(layout=Layout(pp=2, vpp=2), placement=(0, 1), schedule="v-zb"),
         # Slot i has rank placement[i]: no slot has its own number.
         ByHand(layout=Layout(pp=2, dp=2), placement=(2, 0, 3, 1)),
         ByHand(layout=Layout(pp=4), placement=(0, 1, 2, 3), schedule="zb-1p"),
-        ByHand(layout=Layout(pp=4, vpp=2), placement=(0, 1, 2, 3), schedule="v-zb"),
     ),
     # Placement and schedule in one start: each start on a CPU takes 13 s of processor time.
     "cpu": (
         ByHand(layout=Layout(pp=2), placement=(1, 0), schedule="zb-1p"),
-        ByHand(layout=Layout(pp=2, vpp=2), placement=(1, 0), schedule="v-zb"),
+        ByHand(layout=Layout(pp=2, vpp=2), placement=(1, 0)),
     ),
 }
 

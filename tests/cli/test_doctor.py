@@ -298,7 +298,7 @@ def test_the_screen_says_what_was_not_looked_at() -> None:
     assert "• stops: 1 B; do it" in screen
 
 
-@pytest.mark.parametrize(("modules", "named"), [("psutil", "psutil"), ("packaging,torch", "packaging torch")])
+@pytest.mark.parametrize(("modules", "named"), [("psutil", "psutil"), ("psutil,torch", "psutil torch")])
 def test_missing_requirements_are_named(modules: str, named: str) -> None:
     """One line names all of them, with exit code 1."""
     code = (

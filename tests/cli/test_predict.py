@@ -109,7 +109,7 @@ def test_json_is_a_document(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = answer(f"--json --gpu H100 --world-size 8 {JOB}", capsys)
     plain = json.loads(out)
 
-    assert (0, "prediction", 1, True) == (code, plain["kind"], plain["schema_version"], plain["fits"])
+    assert (0, "prediction", 2, True) == (code, plain["kind"], plain["schema_version"], plain["fits"])
     assert files.loads(Prediction, out, "stdout").stages[3].pp_rank == 3
 
 

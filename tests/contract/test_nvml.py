@@ -35,7 +35,7 @@ def test_the_search_for_names_finds_them() -> None:
     """The list above is not empty by a slip of the pattern."""
     assert {"nvmlDeviceGetRemappedRows", "nvmlDeviceGetNvLinkState"} <= ASKED
     assert {"nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPowerUsage", "nvmlDeviceGetHandleByUUID"} <= NAMED
-    assert len(ASKED) >= 13
+    assert len(ASKED) >= 12
     assert len(ASKED | NAMED) >= 30
 
 

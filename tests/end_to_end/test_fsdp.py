@@ -43,4 +43,4 @@ def test_a_sharded_job_is_measured_and_planned(tmp_path: Path) -> None:
     assert measured.stages
     plan = files.read(next(tmp_path.glob("cache/pipette-launch/*/plan.json")), Plan)
     assert plan.chosen.layout.dp == 2
-    assert "was measured by running it" in " ".join(plan.notes)
+    assert "was measured by running it" in " ".join(plan.advice)

@@ -41,8 +41,7 @@ def test_every_part_runs_whole(tmp_path: Path) -> None:
     assert text.count("24 of 24 to the digit") >= 2
     assert 3 == text.count("6 of 6 losses are torchrun's to the digit")
     assert "schedule zb-1p, placement [1, 0]: 6 of 6" in text
-    assert "schedule v-zb, placement [1, 0]: 6 of 6" in text
-    assert "2 ranks by gloo in the place of gloo, staged, tp1 pp2 dp1 vpp2 mbs1, schedule v-zb" in text
+    assert "2 ranks by gloo in the place of gloo, staged, tp1 pp2 dp1 vpp2 mbs1, schedule 1f1b" in text
     assert "out of memory: the host's memory is exhausted" in text
     assert "2 ranks met, sent messages around the ring and reduced by gloo in the place of gloo, staged" in text
     assert "every part came from the right rank" in text

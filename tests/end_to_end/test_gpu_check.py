@@ -44,5 +44,4 @@ def test_every_part_runs_whole(tmp_path: Path) -> None:
     assert "2 ranks by gloo in the place of gloo, staged, tp1 pp2 dp1 vpp2 mbs1, schedule 1f1b" in text
     assert "out of memory: the host's memory is exhausted" in text
     assert "2 ranks met, sent messages around the ring and reduced by gloo in the place of gloo, staged" in text
-    assert "every part came from the right rank" in text
     assert {"skipped"} == {record["outcome"] for record in found["tests"]["records"]}

@@ -34,6 +34,8 @@ MOST_BYTES = 4 << 20
 """Most bytes of one piece of a long text, because TCPStore accepts at most 8 MiB in one value."""
 PACKED = b"\0"
 """First byte of a compressed text. The number of further pieces follows."""
+ABSENT = b"\0\0absent"
+"""Bytes that no agent stores: a compressed text without further pieces is a zlib stream, which begins otherwise."""
 LOOKS_PER_S = 5000.0
 """Largest number of times a second that all nodes together look for one key."""
 BROKEN = "the connection to its store broke"
@@ -180,7 +182,6 @@ class AgentStore:
 
     def peek(self, key: str) -> str | None:
         """Return a text, or None if the text is not published yet, or is empty; never blocks."""
-        # torch returns an empty text if another agent deletes the text between the two calls.
         return (self.opened(key, self.pieces(key)) if self.exists(key) else "") or None
 
     def pieces(self, key: str) -> list[bytes]:
@@ -191,7 +192,11 @@ class AgentStore:
         return [first, *(self._read(name) for name in names if self.exists(name))]
 
     def _read(self, key: str) -> bytes:
-        return self._call(lambda: self._store.get(f"{self._prefix}/{key}"))
+        """Return the bytes under a key; empty if another agent has just deleted them."""
+        # torch's `get` waits for minutes for a key that is gone. A comparison with a text that no agent stores returns
+        # this text at once if the key is gone, and changes nothing.
+        found = self._compare_set(f"{self._prefix}/{key}", ABSENT, ABSENT)
+        return b"" if found == ABSENT else found
 
     def opened(self, key: str, pieces: Sequence[bytes]) -> str | None:
         """Return the text of these pieces of a message; None if the message has no valid signature."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
+from datetime import timedelta
 
 import pytest
 from torch.distributed import HashStore, Store
@@ -44,6 +45,27 @@ def test_a_long_text_comes_back(monkeypatch: pytest.MonkeyPatch, piece_bytes: in
 
     assert text == own_store(store).peek("key")
     assert len(store.get("pipette/round/key")) < 500
+
+
+class Emptied(HashStore):
+    """A store in which another agent deletes each text between two calls of one reader."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Find the keys, which are gone at once."""
+        found = super().check(keys)
+        for key in keys:
+            self.delete_key(key)
+        return found
+
+
+def test_a_text_that_is_deleted_while_it_is_read_is_no_text() -> None:
+    """The reader does not wait for the deleted text, as torch's `get` would until the store's time limit."""
+    store = Emptied()
+    store.set_timeout(timedelta(seconds=1))
+    store.set("pipette/round/key", "text")
+
+    assert own_store(store).peek("key") is None
+    assert not store.check(["pipette/round/key"])
 
 
 @pytest.mark.parametrize("packed", [b"x", zlib.compress(b"text")[:-2], zlib.compress(b"\xff")])

@@ -259,10 +259,10 @@ class PipetteAgent(LocalElasticAgent):
     def _next_round(self) -> tuple[Decision, RoundStore]:
         """Meet the other agents; return the decision for all agents, and the store of the round."""
         while True:
-            # torchrun's events of a rendezvous are those of the start of a job.
+            # torchrun records the events of a rendezvous at the start of a job only.
             timed = nullcontext if self._membership.has_joined else self.record_duration
             if not self._membership.has_joined:
-                with timed("RENDEZVOUS"):
+                with self.record_duration("RENDEZVOUS"):
                     self._membership.join(self._place)
             try:
                 with timed("ASSIGN_WORKER_RANKS"):

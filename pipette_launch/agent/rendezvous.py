@@ -212,7 +212,7 @@ def take_over(args: Namespace, settings: RendezvousSettings) -> None:
 
 
 class Rendezvous(RendezvousHandler):
-    """What torch's launcher requires of a rendezvous. Pipette's agents meet by themselves."""
+    """Rendezvous that satisfies torch's launcher. Pipette's agents meet by themselves."""
 
     BACKEND = "pipette"
 

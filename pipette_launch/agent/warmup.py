@@ -266,7 +266,7 @@ class Warmup(PhaseBeforeTraining):
         return read_decision(text, "plan of the first node")
 
     def _hand_over(self) -> None:
-        """Publish the measurements for the deciding node, which is another node than that of RANK 0."""
+        """Publish the measurements of this node, which runs RANK 0, for the deciding node."""
         path = self._controller.measured_path
         self._round_store.put("measured", path.read_text() if path.exists() else "")
 

@@ -35,7 +35,7 @@ class Ways(NamedTuple):
         return self._best(np.array([host]))
 
     def of_slowest(self, count: int) -> tuple[Way, ...]:
-        """Return an outgoing and an incoming way that are at least as fast as those of the `count` slowest hosts."""
+        """Return an outgoing and an incoming way. None of the `count` slowest hosts has a faster one."""
         return self._best(self.slowest_first_H[:count])
 
     def _best(self, hosts: Ints) -> tuple[Way, ...]:
